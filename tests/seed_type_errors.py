@@ -1,4 +1,4 @@
-"""Prove that the type checker reads every file: with an error written into each, it reports each.
+"""Prove that the type checker reads every file: it reports an error seeded into each.
 
 Run by `make types` after the real check, on a copy, with the same configuration and a warm cache.
 """

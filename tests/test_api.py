@@ -1,4 +1,4 @@
-"""The public interface, name by name, is that of tests/api.txt; it is documented, and the reference shows it."""
+"""The public interface matches tests/api.txt, is documented, and is shown in the reference."""
 
 import difflib
 import importlib
@@ -29,21 +29,21 @@ SPECIAL = ("__call__", "__getitem__", "__iter__", "__len__")
 
 
 def default(value: Any) -> str:
-    """A default as it is written in code."""
+    """Format a default as in code."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{default(k)}: {default(v)}" for k, v in value.items()) + "}"
     return getattr(value, "__name__", None) or repr(value)
 
 
 class Text(str):
-    """What is shown as it is."""
+    """Text shown verbatim."""
 
     __slots__ = ()
     __repr__ = str.__str__
 
 
 def signature(fun: Any) -> str:
-    """The names of the parameters, how they are given, and their defaults; without types."""
+    """Format parameter names, kinds and defaults, without types."""
     empty = inspect.Parameter.empty
     given = [parameter for name, parameter in inspect.signature(fun).parameters.items() if name != "self"]
     shown = [
@@ -53,14 +53,14 @@ def signature(fun: Any) -> str:
 
 
 def section(value: Any, title: str) -> list[str]:
-    """The names that a section of a docstring explains, such as "Args"."""
+    """Return the names that a section of a docstring explains, such as "Args"."""
     text = re.search(rf"^{title}:\n((?:  .*\n?|\n)*)", inspect.getdoc(value) or "", flags=re.MULTILINE)
     lines = re.findall(r"^  (\S[^:\n]*):", text[1], flags=re.MULTILINE) if text else []
     return [name.strip("*` ") for line in lines for name in line.split(",")]
 
 
 def members(cls: type) -> dict[str, Any]:
-    """What a class of the package has for users: methods and properties, inherited ones too."""
+    """Return the public methods and properties of a class of the package, including inherited ones."""
     found: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         if base.__module__.startswith("plurax."):
@@ -71,7 +71,7 @@ def members(cls: type) -> dict[str, Any]:
 
 
 def lines_of(name: str, value: Any) -> Iterator[str]:
-    """One public name of a module."""
+    """Return the lines for one public name of a module."""
     if isinstance(value, ModuleType):
         yield f"module {name}"
     elif not inspect.isclass(value):
@@ -87,7 +87,7 @@ def lines_of(name: str, value: Any) -> Iterator[str]:
 
 
 def interface(modules: tuple[str, ...] = MODULES) -> str:
-    """All that is public, as text."""
+    """Return the public interface as text."""
     text = ""
     for name in modules:
         module = importlib.import_module(name)
@@ -100,7 +100,7 @@ def interface(modules: tuple[str, ...] = MODULES) -> str:
 
 
 def difference(listed: str, found: str) -> str:
-    """What is added, removed or changed, or nothing."""
+    """Return the added, removed and changed lines, or an empty string."""
     lines = difflib.unified_diff(listed.splitlines(), found.splitlines(), "tests/api.txt", "the package", "", "", 1, "")
     return "\n".join(lines)
 
@@ -108,8 +108,8 @@ def difference(listed: str, found: str) -> str:
 def test_the_interface_is_the_listed_one() -> None:
     found = difference(LIST.read_text(), interface())
     assert not found, (
-        "the interface is not the listed one. If this is meant, list it (python tests/test_api.py >tests/api.txt) "
-        f"and say so in CHANGELOG.md; CONTRIBUTING.md says what is breaking.\n{found}"
+        "the interface differs from the listed one. If intended, list it (python tests/test_api.py >tests/api.txt) "
+        f"and note it in CHANGELOG.md; CONTRIBUTING.md defines breaking changes.\n{found}"
     )
 
 
@@ -138,7 +138,7 @@ __all__ = ["Third", "first", "second"]
         ("_private(self, b)", "_private(self)", []),
     ],
 )
-def test_each_change_is_seen(old: str, new: str, shown: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_change_is_detected(old: str, new: str, shown: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def of(source: str) -> str:
         module = ModuleType("plurax.made_up")
         found: dict[str, Any] = {}
@@ -154,7 +154,7 @@ def test_each_change_is_seen(old: str, new: str, shown: list[str], monkeypatch: 
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_star_imports_what_is_public(name: str) -> None:
+def test_a_star_imports_the_public_names(name: str) -> None:
     found: dict[str, Any] = {}
     exec(f"from {name} import *", found)
     public = importlib.import_module(name).__all__
@@ -162,7 +162,7 @@ def test_a_star_imports_what_is_public(name: str) -> None:
     assert len(public) == len(set(public))
 
 
-def test_the_modules_are_all_that_are_public() -> None:
+def test_the_listed_modules_are_the_public_ones() -> None:
     files = [path for folder in ("transforms", "ensemble") for path in (ROOT / folder).rglob("*.py")]
     parts = [path.relative_to(ROOT).with_suffix("").parts for path in files]
     public = {".".join(["plurax", *(x for x in part if x != "__init__")]) for part in parts if not private(part)}
@@ -185,11 +185,11 @@ ORDER = ["Args", "Attributes", "Returns", "Raises", "Warns", "Privacy", "Cost", 
 
 
 def undocumented(name: str, value: Any, example: bool = True) -> list[str]:
-    """What the docstring of a function, a class or a method lacks."""
+    """Return what the docstring of a function, a class or a method lacks."""
     text = inspect.getdoc(value) or ""
     found = []
     if not re.match(r".*[^.]\.(\n\n|$)", text):
-        found.append(f"{name}: the docstring does not begin with one sentence in a line of its own")
+        found.append(f"{name}: the docstring does not begin with one sentence on a separate line")
     titles = re.findall(r"^(\w+):$", text, flags=re.MULTILINE)
     if titles != [title for title in ORDER if title in titles]:
         found.append(f"{name}: the sections {titles} are not in the order {ORDER}")
@@ -198,13 +198,13 @@ def undocumented(name: str, value: Any, example: bool = True) -> list[str]:
     function = inspect.isroutine(value)
     parameters = inspect.signature(value).parameters if callable(value) else {}
     explained = {*section(value, "Args"), *section(value, "Attributes")}
-    made = {"args", "kwargs"} >= set(parameters)  # the constructor is Python's own or another library's
+    made = {"args", "kwargs"} >= set(parameters)  # a constructor of Python's or another library's
     if not made and (example or explained):
         missing = set(parameters) - explained - {"self"}
         found += [f"{name}: the argument {parameter} is not explained" for parameter in sorted(missing)]
     gives = function and str(inspect.signature(value).return_annotation) != "None"
     if example and gives and "Returns" not in titles:
-        found.append(f"{name}: what it returns is not explained")
+        found.append(f"{name}: the return value is not explained")
     return found
 
 
@@ -223,7 +223,7 @@ def test_every_public_name_is_documented(name: str) -> None:
     assert found == []
 
 
-def test_what_is_not_documented_is_found() -> None:
+def test_missing_documentation_is_detected() -> None:
     def right(x: Any) -> Any:
         """Do it.
 
@@ -244,7 +244,7 @@ def test_what_is_not_documented_is_found() -> None:
         ("Do it.", "Do it", "does not begin with one sentence"),
         ("Do it.", "Do\nit.", "does not begin with one sentence"),
         ("x: a", "y: a", "the argument x is not explained"),
-        ("Returns:", "Result:", "what it returns is not explained"),
+        ("Returns:", "Result:", "the return value is not explained"),
         ("Examples:", "Note:", "there is no example"),
         ("Args:", "Examples:\n  no\n\nArgs:", "are not in the order"),
     ):

@@ -1,4 +1,4 @@
-"""The page of benchmarks, its pictures and the files that they are rendered from; and how the files are written."""
+"""The page of benchmarks, its plots, and the files that they are rendered from."""
 
 import argparse
 import importlib
@@ -15,7 +15,7 @@ HERE = Path(__file__).parents[1] / "benchmarks"
 
 
 def module(name: str) -> Any:
-    """A module of the benchmarks, which find each other as scripts do."""
+    """Import a module of the benchmarks, as their scripts do."""
     sys.path.insert(0, str(HERE))
     try:
         return importlib.import_module(name)
@@ -28,7 +28,7 @@ render = module("render")
 
 @pytest.fixture
 def here(tmp_path):
-    """A copy of the files and the page."""
+    """Return a copy of the files and the page."""
     for path in (*HERE.glob("*.json"), *(HERE / name for name in render.PAGES)):
         shutil.copy(path, tmp_path)
     return tmp_path
@@ -36,7 +36,7 @@ def here(tmp_path):
 
 @pytest.fixture
 def measure(monkeypatch, here):
-    """The module that measures, which writes into the copy."""
+    """Return the measuring module, set to write into the copy."""
     found = module("_measure")
     monkeypatch.setattr(found.render, "HERE", here)
     return found
@@ -50,12 +50,12 @@ def texts(here: Path) -> dict[str, str]:
     return {name: (here / name).read_text() for name in render.PAGES}
 
 
-def test_the_pages_are_what_the_files_hold():
+def test_the_pages_match_the_files():
     assert render.pages() == texts(HERE)
     assert set(render.PAGES) == {path.name for path in HERE.glob("*.md")}
 
 
-def test_a_page_that_differs_is_noticed(here):
+def test_a_page_that_differs_is_detected(here):
     page = here / "compile.md"
     page.write_text(page.read_text().replace("## Frozen parameters", "## Thawed parameters"))
     assert render.pages(here) != texts(here)
@@ -63,7 +63,7 @@ def test_a_page_that_differs_is_noticed(here):
 
 
 @pytest.mark.parametrize("name", render.PICTURES)
-def test_a_picture_is_of_its_file_and_small(name):
+def test_a_picture_matches_its_file_and_is_small(name):
     path = HERE / f"{name}.png"
     with Image.open(path) as picture:
         assert picture.info["Source"] == render.digest(name), "render it: python benchmarks/render.py"
@@ -97,7 +97,7 @@ def test_a_picture_is_drawn(name, here):
         ({"median": 1.5, "quartiles": [1.25, 20.0], "turns": 5}, "1.50 (1.25 to 20.0)"),
     ],
 )
-def test_a_cell_says(cell, said):
+def test_the_text_of_a_cell(cell, said):
     assert render.shown(cell) == said
 
 
@@ -111,7 +111,7 @@ def test_a_table_has_every_column():
     ]
 
 
-def test_losses_are_counted_and_shown_before_wins():
+def test_slower_cases_are_counted_and_shown_first():
     def claim(ratio: dict[str, Any], what: str) -> dict[str, Any]:
         return {"what": what, "ours / other": ratio}
 
@@ -145,7 +145,7 @@ def test_every_comparison_of_the_files_is_on_the_pages():
     assert first.count("\n| ") == len(losses) + 2
 
 
-def test_an_accelerator_has_tables_of_its_own(here):
+def test_an_accelerator_has_separate_tables(here):
     found = json.loads((here / "sparse.json").read_text())
     found["device"] = {"platform": "gpu", "kind": "H200", "cores": 16}
     found["tables"] = {"The trace of a Hessian": {"rows": [{"": "laplacian", "ms": 0.125}], "claims": []}}
@@ -159,7 +159,7 @@ def test_an_accelerator_has_tables_of_its_own(here):
     assert kept.startswith(before.partition("<!-- sparse -->")[2].partition("\n<!-- /sparse -->")[0])
 
 
-def test_a_page_without_a_place_is_refused(here):
+def test_a_page_without_markers_is_refused(here):
     (here / "ensemble.md").write_text("# Ensembles\n<!-- ensemble -->\n")
     with pytest.raises(ValueError, match="ensemble.md has no place for ensemble: write the lines"):
         render.pages(here)
@@ -177,7 +177,7 @@ def test_spreads_are_over_rounds(measure):
     assert claim["ours / other"] == measure.ratio(times, "a", "b")
 
 
-def test_candidates_take_turns(measure):
+def test_candidates_alternate(measure):
     called = []
     times = measure.interleaved({x: lambda x=x: called.append(x) for x in "ab"}, rounds=3, seconds=0.0)
     assert called == ["a", "a", "b", "b", *"ababab"]
@@ -207,13 +207,13 @@ def test_a_report_is_written_and_rendered(measure, here, monkeypatch):
         measure.Report("sparse", options(only="nothing")).measure({"A title": lambda: 1 / 0})
 
 
-def test_what_is_small_is_not_written(measure, here):
+def test_small_runs_are_not_written(measure, here):
     before = (here / "sparse.json").read_text()
     measure.Report("sparse", options(smoke=True)).measure({"A title": lambda: ([{"": "x"}], [])})
     assert (here / "sparse.json").read_text() == before
 
 
-def test_an_accelerator_writes_a_file_of_its_own(measure, monkeypatch):
+def test_an_accelerator_writes_a_separate_file(measure, monkeypatch):
     monkeypatch.setattr(measure, "PLATFORM", "gpu")
     report = measure.Report("sparse", options(), "torch")
     assert report.path.name == "sparse.gpu.json"
@@ -231,7 +231,7 @@ def test_a_peer_is_left_out_only_where_it_is_absent(measure, monkeypatch, tmp_pa
         measure.peer("halfpeer")
 
 
-def test_another_process_takes_a_step_when_it_is_asked_to(measure, tmp_path):
+def test_another_process_takes_a_step_on_request(measure, tmp_path):
     script = tmp_path / "script"
     script.write_text("echo hello; echo name of it; read x; echo a warning; echo done; read x; echo not done\n")
     with measure.another_process("sh", str(script)) as (name, step):
@@ -246,7 +246,7 @@ def test_another_process_takes_a_step_when_it_is_asked_to(measure, tmp_path):
         pass
 
 
-def test_the_peers_that_there_are_get_installed(monkeypatch, capsys):
+def test_available_peers_are_installed(monkeypatch, capsys):
     peers, asked = module("_peers"), []
 
     def install(*what: str) -> bool:

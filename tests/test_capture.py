@@ -1,4 +1,4 @@
-"""What `make examples` writes into the pages is what the examples print and draw, and nothing of one that fails."""
+"""`make examples` writes into the pages what the examples print and draw, and nothing from a failing example."""
 
 import importlib.util
 import re
@@ -46,7 +46,7 @@ def capture() -> Any:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A checkout with an example that draws, one that fails, one that no page shows, and a script that is none."""
+    """A checkout with an example that draws, one that fails, one that no page shows, and a non-example script."""
     for folder in ("examples", "docs"):
         (tmp_path / folder).mkdir()
     for name, code in {
@@ -67,7 +67,7 @@ def files(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
-def test_what_is_printed_is_between_the_marks_and_the_picture_where_it_is_shown(capture, root):
+def test_output_is_written_between_the_markers_and_the_picture_to_its_path(capture, root):
     before = files(root)
     capture(["draws"], root)
     after = files(root)
@@ -78,7 +78,7 @@ def test_what_is_printed_is_between_the_marks_and_the_picture_where_it_is_shown(
     assert page == PAGE.replace("old", "```text\ndrawn in 100 columns\n100 %\nε <!-- \\1\n```")
 
 
-def test_a_second_time_it_is_replaced_and_all_pages_with_a_place_show_it(capture, root):
+def test_a_second_run_replaces_it_on_all_pages_with_markers(capture, root):
     (root / "README.md").write_text(PAGE)
     capture(["draws"], root)
     once = files(root)
@@ -87,7 +87,7 @@ def test_a_second_time_it_is_replaced_and_all_pages_with_a_place_show_it(capture
     assert files(root) == once
 
 
-def test_an_example_that_fails_changes_nothing_of_its_own_and_ends_the_run(capture, root):
+def test_a_failing_example_changes_nothing_and_ends_the_run(capture, root):
     before = files(root)
     with pytest.raises(SystemExit, match=r"(?s)ValueError: of no use.*fails failed: nothing of it is written"):
         capture(["fails", "draws"], root)
@@ -100,7 +100,7 @@ def test_an_example_that_fails_changes_nothing_of_its_own_and_ends_the_run(captu
 
 
 @pytest.mark.parametrize("name", ["draw", "_helper"])
-def test_what_is_no_example_is_refused_by_name_before_anything_runs(capture, root, name):
+def test_a_script_that_is_not_an_example_is_refused_before_anything_runs(capture, root, name):
     before = files(root)
     with pytest.raises(SystemExit, match=f"no example is called `{name}`: there are draws, fails, hidden"):
         capture(["draws", name], root)
@@ -108,7 +108,7 @@ def test_what_is_no_example_is_refused_by_name_before_anything_runs(capture, roo
 
 
 @pytest.mark.parametrize("names", [["draws", "hidden"], []])
-def test_an_example_without_a_place_is_refused_before_anything_runs(capture, root, names):
+def test_an_example_without_markers_is_refused_before_anything_runs(capture, root, names):
     before = files(root)
     with pytest.raises(SystemExit, match="no page has a place for `hidden`: write <!-- hidden --> and <!-- /"):
         capture(names, root)

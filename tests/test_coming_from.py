@@ -1,4 +1,4 @@
-"""The pages on coming from other libraries: their right cells give what the library gave for the left ones."""
+"""The pages for users of other libraries: our code gives the values that the other library gave."""
 
 import importlib.util
 import json
@@ -16,7 +16,7 @@ PAGES = ("torch", "mindspore")
 
 
 def script() -> Any:
-    """The script that runs the other side of the pages, as a module."""
+    """Import the script that runs the other libraries' code."""
     spec = importlib.util.spec_from_file_location("coming_from", ROOT / "benchmarks/_coming_from.py")
     assert spec is not None
     assert spec.loader is not None
@@ -29,7 +29,7 @@ SIDE = script()
 
 
 def differ(ours: list[Any], theirs: list[Any]) -> str:
-    """How the leaves differ from theirs; empty if they do not."""
+    """Describe how the leaves differ from theirs; empty if they do not."""
     if len(ours) != len(theirs):
         return f"{len(ours)} leaves, theirs {len(theirs)}"
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
@@ -46,7 +46,7 @@ def differ(ours: list[Any], theirs: list[Any]) -> str:
 
 
 def faults(page: str, kept: dict[str, Any]) -> list[str]:
-    """What is wrong with a page: rows without a right side, values that are not theirs, values of no row."""
+    """Return the faults of a page: rows without our code, values that differ from theirs, values without a row."""
     namespace: dict[str, Any] = {}
     found, values = [], dict(kept["values"])
     if SIDE.digest(page) != kept["program"]:
@@ -61,13 +61,13 @@ def faults(page: str, kept: dict[str, Any]) -> list[str]:
             continue
         try:
             value = eval(piece.ours, namespace)
-        except Exception as error:  # one row's; the others are to be heard of too
+        except Exception as error:  # report the other rows too
             found.append(f"{piece.ours} raises {type(error).__name__}: {error}")
             value = None
         if piece.theirs is None:
             continue
         if piece.theirs not in kept["values"]:
-            found.append(f"no value of theirs: {piece.theirs}")
+            found.append(f"no stored value: {piece.theirs}")
             continue
         values.pop(piece.theirs, None)
         if wrong := differ(jax.tree.leaves(value), kept["values"][piece.theirs]):
@@ -84,9 +84,9 @@ def test_every_row_gives_what_the_other_library_gave(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_the_other_library_gives_the_numbers_that_are_kept(name: str, tmp_path: Path) -> None:
+def test_the_other_library_gives_the_stored_values(name: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(name) is None:
-        pytest.skip(f"{name} is no dependency of the tests")
+        pytest.skip(f"{name} is not a test dependency")
     kept = json.loads((ROOT / f"tests/coming_from_{name}.json").read_text())
     command = [sys.executable, str(ROOT / "benchmarks/_coming_from.py"), name, "--out", str(tmp_path / "new.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -124,7 +124,7 @@ def of(page: str, **values: Any) -> list[str]:
     return faults(page, {**KEPT, "program": SIDE.digest(page), "values": {**KEPT["values"], **values}})
 
 
-def test_a_page_is_read_as_it_is_written() -> None:
+def test_a_page_is_parsed() -> None:
     found: dict[str, Any] = {}
     exec(SIDE.program(PAGE), found)
     assert {code: SIDE.leaves(value) for code, value in found["values"].items()} == KEPT["values"]
@@ -142,14 +142,14 @@ def test_a_page_is_read_as_it_is_written() -> None:
         ("`x.sum()`", "the same", "no code on the right: | `sum(x)` | the same | a \\| b |"),
         ("`x + 1`", "`x` or `x + 1`", "no code on the right: | words, such as `x` | `x` or `x + 1` | not run there |"),
         ("| `x + 1` ", "", "no code on the right: | words, such as `x` | not run there |"),
-        ("`sum(x)`", "`max(x)`", "no value of theirs: max(x)"),
+        ("`sum(x)`", "`max(x)`", "no stored value: max(x)"),
         ("| `sum(x)` | `x.sum()` | a \\| b |\n", "", "a value of no row: sum(x)"),
     ],
 )
-def test_what_is_wrong_is_noticed(old: str, new: str, said: str) -> None:
+def test_faults_are_detected(old: str, new: str, said: str) -> None:
     assert old in PAGE
     assert said in "\n".join(of(PAGE.replace(old, new)))
 
 
-def test_their_code_without_their_numbers_is_noticed() -> None:
+def test_their_code_without_stored_values_is_detected() -> None:
     assert "has changed" in faults(PAGE.replace("x = [1.0", "x = [7.0"), {**KEPT, "program": SIDE.digest(PAGE)})[0]

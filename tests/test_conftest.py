@@ -1,4 +1,4 @@
-"""The settings in conftest.py do what they say."""
+"""The settings of conftest.py take effect."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +26,7 @@ def test_a_leaked_x64_fails_its_test_and_not_the_next(pytester: pytest.Pytester)
     result.stdout.fnmatch_lines(["*this test left jax_enable_x64 on*"])
 
 
-def test_x64_as_a_context_is_no_leak() -> None:
+def test_x64_as_a_context_does_not_leak() -> None:
     with jax.enable_x64(True):
         assert jnp.ones(3).dtype == jnp.float64
 

@@ -23,7 +23,7 @@ def cases(text: str) -> dict[str, dict[str, str]]:
 
 
 def faults(docs: Path) -> list[str]:
-    """Return what is wrong: cases that are missing, incomplete, or name a test or a link that does not exist."""
+    """Return the faults: cases that are missing or incomplete, or name a test or a link that does not exist."""
     found = []
     titles: list[str] = []
     for page in PAGES:
@@ -74,7 +74,7 @@ def test_every_case_is_listed_with_its_tests() -> None:
         ("mapping", r"\(api/privacy.md\)", "(api/private.md)", "api/private.md is broken"),
     ],
 )
-def test_each_fault_is_found(page: str, old: str, new: str, fault: str, tmp_path: Path) -> None:
+def test_each_fault_is_detected(page: str, old: str, new: str, fault: str, tmp_path: Path) -> None:
     for name in ("tests", "examples", "benchmarks"):
         (tmp_path / name).symlink_to(DOCS.parent / name)
     docs = tmp_path / "docs"

@@ -29,7 +29,7 @@ def failures(module: ModuleType) -> int:
 
 
 def examples(module: ModuleType) -> set[str]:
-    """Return the full names of what has an example in `module`."""
+    """Return the full names of the objects in `module` that have an example."""
     return {test.name for test in doctest.DocTestFinder().find(module) if test.examples}
 
 

@@ -1,4 +1,4 @@
-"""Every example and every benchmark runs, small."""
+"""Every example and every benchmark runs, at a small size."""
 
 import importlib.util
 import json
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def run(script: str, *options: str) -> str:
-    """Run a script as a user would, in a process of its own; returns what it printed."""
+    """Run a script as a user would, in a separate process; return its output."""
     done = subprocess.run(
         [sys.executable, str(ROOT / script), *options], capture_output=True, text=True, timeout=240, check=False
     )
@@ -37,7 +37,7 @@ OTHERS = {
     "examples/sweep_digits.py",
     "examples/uncertainty_digits.py",
     "benchmarks/render.py",
-}  # which write files
+}  # these write files
 SMALL = {
     "examples/vmap_tour.py": (),
     "examples/forward_mode.py": (),
@@ -76,7 +76,7 @@ def test_digits_are_learned_in_private(tmp_path):
     assert (tmp_path / "dp_sgd_digits.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_two_processes_train_what_one_reads(tmp_path):
+def test_two_processes_train_and_one_loads(tmp_path):
     shown = run("examples/multi_host.py", "--members", "4", "--steps", "30", "--out", str(tmp_path))
     assert "process 1 of 2, 2 of 4 devices: trained and wrote members [2, 3]" in shown
     assert "member 3 alone agrees" in shown
@@ -137,12 +137,12 @@ def test_pictures_of(script, options, said, tmp_path):
     assert (tmp_path / "out" / f"{script}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_none_is_forgotten():
+def test_every_script_is_run():
     scripts = [*ROOT.glob("examples/[!_]*.py"), *ROOT.glob("benchmarks/[!_]*.py")]
     assert {path.relative_to(ROOT).as_posix() for path in scripts} == {*SMALL, *OTHERS}
 
 
-def test_each_example_is_shown_once_as_it_prints_in_lines_that_fit():
+def test_each_example_is_shown_once_with_its_output_in_short_lines():
     pages = [(ROOT / page).read_text() for page in ("README.md", "examples/README.md")]
     between = re.compile(r"<!-- (\w+) -->\n(.*?)<!-- /\1 -->", flags=re.DOTALL)
     blocks = [block for page in pages for block in between.findall(page)]
@@ -151,7 +151,7 @@ def test_each_example_is_shown_once_as_it_prints_in_lines_that_fit():
         assert f"\n## `{name}.py`: " in pages[1]
         assert block.startswith(f"```text\n$ python examples/{name}.py  # ")
         assert max(map(len, block.splitlines())) <= 100, name
-        assert "…" not in block, f"{name}: a table has no room for its words"
+        assert "…" not in block, f"{name}: a table truncates its text"
 
 
 @pytest.mark.parametrize("script", [script for script in SMALL if "tour" not in script and "from_torch" not in script])
@@ -159,22 +159,20 @@ def test_it_runs(script):
     assert run(script, *SMALL[script])
 
 
-def test_a_failing_script_is_noticed(tmp_path):
+def test_a_failing_script_is_detected(tmp_path):
     (tmp_path / "broken.py").write_text("raise SystemExit('no')")
     with pytest.raises(AssertionError, match="no"):
         run(str(tmp_path / "broken.py"))
 
 
-def test_the_tour_says_what_is_refused():
+def test_the_tour_shows_refusals():
     shown = " ".join(run("examples/vmap_tour.py").split())
     assert "axis 0 of argument `x` has size 3, but axis 0 of argument `w` has size 2" in shown
     assert "[[ 6.  9. 12.]" not in shown
     assert "nothing is mapped: every entry of in_axes is None" in shown
 
 
-NEEDS_TORCH = pytest.mark.skipif(
-    importlib.util.find_spec("torch") is None, reason="PyTorch is no dependency of the tests"
-)
+NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not a test dependency")
 
 
 @pytest.mark.parametrize("live", [False, pytest.param(True, marks=NEEDS_TORCH)])
@@ -188,13 +186,13 @@ def test_a_network_of_pytorch_is_the_same_here(live):
     assert apart <= 1e-5
 
 
-def test_the_tour_of_static_graphs_says_how_each_has_it():
+def test_the_tour_of_static_graphs_compares_both_libraries():
     shown = run("examples/static_graph_tour.py", *SMALL["examples/static_graph_tour.py"])
     assert shown.count("MindSpore: ") == shown.count("JAX: ") == 8
     assert "Ordered callbacks of three calls: before, after, before, after, before, after." in shown
 
 
-def test_the_tour_of_cells_says_what_must_not_be_compiled():
+def test_the_tour_of_cells_shows_what_must_not_be_compiled():
     shown = run("examples/cells_tour.py")
     assert shown.count("UnexpectedTracerError") == 2
     assert "random.random() runs while tracing: two calls give one number." in shown

@@ -1,4 +1,4 @@
-"""The gallery shows every example, with a small picture of its result."""
+"""The gallery shows every example with a thumbnail of its result."""
 
 import importlib.util
 import struct
@@ -12,7 +12,7 @@ NAMES = sorted(path.stem for path in ROOT.glob("examples/[!_]*.py"))
 
 
 def script() -> Any:
-    """The script that writes the gallery, as a module."""
+    """Import the script that writes the gallery."""
     spec = importlib.util.spec_from_file_location("write_gallery", ROOT / "docs/_gallery.py")
     assert spec is not None
     assert spec.loader is not None
@@ -38,14 +38,14 @@ def test_the_page_is_up_to_date() -> None:
 def test_a_thumbnail_loads_quickly(name: str) -> None:
     content = (ROOT / f"docs/thumbs/{name}.png").read_bytes()
     assert len(content) < 40_000
-    assert struct.unpack(">II", content[16:24]) == GALLERY.SIZE  # of the header of a PNG
+    assert struct.unpack(">II", content[16:24]) == GALLERY.SIZE  # from the PNG header
 
 
-def test_thumbnails_of_no_example_are_gone() -> None:
+def test_every_thumbnail_has_an_example() -> None:
     assert sorted(path.stem for path in (ROOT / "docs/thumbs").iterdir()) == NAMES
 
 
-def test_a_new_example_is_noticed(tmp_path: Path) -> None:
+def test_a_new_example_is_detected(tmp_path: Path) -> None:
     (tmp_path / "examples").mkdir()
     (tmp_path / "docs").mkdir()
     (tmp_path / "examples/README.md").write_text("| [`new.py`](#x) | a new idea |\n\n## `new.py`: what is new?\n")

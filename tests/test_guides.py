@@ -1,4 +1,4 @@
-"""The code of the guides runs, from top to bottom of each, and prints what they show."""
+"""The code of each guide runs from top to bottom and prints the output shown."""
 
 import importlib.util
 import re
@@ -18,7 +18,7 @@ PAGES = [
 
 
 def script() -> Any:
-    """The script that renders the guides, as a module."""
+    """Import the script that renders the guides."""
     spec = importlib.util.spec_from_file_location("render_guides", DOCS / "_render.py")
     assert spec is not None
     assert spec.loader is not None
@@ -36,7 +36,7 @@ def test_the_code_prints_what_the_page_shows(name: str) -> None:
 
 
 def not_run(text: str) -> list[str]:
-    """The Python blocks of a page that are only shown, but for those titled as another library's code."""
+    """Return a page's Python blocks that are not run, except those titled as another library's code."""
     return re.findall(
         r"^ *(```+python(?!$| title=\"(?:PyTorch|MindSpore)\"$).*|(?<= )```+python$)", text, flags=re.MULTILINE
     )
@@ -47,7 +47,7 @@ def test_all_code_is_run(page: str) -> None:
     assert not_run((ROOT / page).read_text()) == []
 
 
-def test_code_that_is_not_run_is_noticed() -> None:
+def test_code_that_is_not_run_is_detected() -> None:
     text = '```python\n```\n```python title="x"\n```\n  ```python\n  ```\n```python title="PyTorch"\n```\n'
     assert not_run(text) == ['```python title="x"', "```python"]
 
@@ -87,20 +87,20 @@ def test_a_page_is_rendered() -> None:
         ('print("a third is", x)', ""),
     ],
 )
-def test_an_output_that_is_not_printed_is_noticed(old: str, new: str) -> None:
+def test_a_wrong_output_is_detected(old: str, new: str) -> None:
     page = GUIDES.run(PAGE.replace(old, new))
     assert len(page.changes) == 1
     assert GUIDES.run(page.text).changes == []
 
 
-def test_times_may_differ_but_not_be_missing() -> None:
+def test_times_may_differ_but_must_exist() -> None:
     page = PAGE.replace('"Output"', '"Output on one machine"')
     assert GUIDES.run(page.replace("0.33333", "0.5")).changes == []
     assert len(GUIDES.run(page.replace('print("a third is", x)', "")).changes) == 1
 
 
 def typed(text: str) -> list[str]:
-    """The fenced blocks of a page that neither are executed, nor are commands, nor come from a run."""
+    """Return a page's fenced blocks that are neither executed, nor commands, nor output of a run."""
     text = re.sub(r"<!-- ([\w-]+) -->\n.*?<!-- /\1 -->", "", text, flags=re.DOTALL)
     blocks = re.findall(r"^( *```+)([^\n]*)\n(.*?)^\1$", text, flags=re.MULTILINE | re.DOTALL)
     return [
@@ -116,7 +116,7 @@ def test_no_output_is_typed_by_hand(page: str) -> None:
     assert typed((ROOT / page).read_text()) == []
 
 
-def test_typed_output_is_noticed() -> None:
+def test_typed_output_is_detected() -> None:
     fine = (
         '```python\n1\n```\n```text title="Output"\n1\n```\n'
         "```bash\nls\n```\n```\nmake demo  # it\npip install x\n```\n"
@@ -128,7 +128,7 @@ def test_typed_output_is_noticed() -> None:
     assert typed("<!-- table -->\n```text\n42\n```\n<!-- /other -->\n") == ["42\n"]
 
 
-def test_code_that_fails_is_noticed() -> None:
+def test_failing_code_is_detected() -> None:
     with pytest.raises(ZeroDivisionError, match="division"):
         GUIDES.run("```python\nx = 1\n```\nand\n```python\nx / 0\n```\n")
 

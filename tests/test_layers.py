@@ -1,4 +1,4 @@
-"""Who may import whom, and what an import may do."""
+"""Import order between modules, and side effects of imports."""
 
 import ast
 import json
@@ -14,7 +14,8 @@ import pytest
 import plurax
 
 ROOT = Path(__file__).parents[1]
-# What a folder holds, lowest first: a line may import the lines above it; the parts of a line, nothing of each other.
+# Contents of each folder, lowest layer first: a layer may import those above it in the list; parts of one layer are
+# independent.
 LAYERS = {
     "": ["transforms", "ensemble"],
     "transforms": [
@@ -36,31 +37,31 @@ LAYERS = {
     "ensemble": ["_scoring", "_members", "_step", "_execution", "_training", "calibration metrics plots", "__init__"],
 }
 HEAVY = {"flax", "scipy", "matplotlib", "orbax", "tensorstore"}
-# It defines an NNX module, and is imported where one is made.
+# It defines an NNX module, and is imported lazily.
 LATE = "transforms.program._stack"
 
 
 def line_of(folder: str, child: str) -> int:
-    """The line of `LAYERS[folder]` that `child` is in; a folder itself is its `__init__`."""
+    """Return the line of `LAYERS[folder]` that lists `child`; a folder itself is its `__init__`."""
     found = [i for i, line in enumerate(LAYERS[folder]) if (child or "__init__") in line.split()]
     assert len(found) == 1, f"{child} is in {len(found)} lines of {folder or 'the root'}"
     return found[0]
 
 
 def is_above(name: str, module: str) -> bool:
-    """Whether `name` is in another part of the lowest folder that both are in, which is not a lower one."""
+    """Whether `name` is in another part of the deepest common folder, and that part is not in a lower layer."""
     theirs, ours = [*name.split("."), ""], [*module.split("."), ""]
     common = next(i for i, (one, other) in enumerate(zip(theirs, ours, strict=False)) if one != other or not one)
     folder, child, own = ".".join(ours[:common]), theirs[common], ours[common]
     if folder not in LAYERS or not own or child == own:
         return False
     if folder and all(child not in line.split() for line in LAYERS[folder]):
-        child = ""  # a name that the folder's own file defines
+        child = ""  # defined in the folder's own `__init__`
     return line_of(folder, child) >= line_of(folder, own)
 
 
 def imports(module: str, node: ast.AST) -> Iterator[tuple[str, bool]]:
-    """Yield (dotted name, whether it was written relative) for all that one statement imports."""
+    """Yield (dotted name, whether the import is relative) for everything one statement imports."""
     if isinstance(node, ast.Import):
         yield from ((alias.name, False) for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -70,7 +71,7 @@ def imports(module: str, node: ast.AST) -> Iterator[tuple[str, bool]]:
 
 
 def at_import(node: ast.AST) -> Iterator[ast.AST]:
-    """Walk what runs when a module is imported: no function bodies, nothing under TYPE_CHECKING."""
+    """Walk the code that runs at import: no function bodies, nothing under TYPE_CHECKING."""
     yield node
     children = list(ast.iter_child_nodes(node))
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
@@ -82,7 +83,7 @@ def at_import(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def violations(module: str, source: str) -> list[str]:
-    """Return what `source` does that `module`, such as `transforms.privacy._clip`, must not."""
+    """Return the import rules that `source`, the code of `module` (as `transforms.privacy._clip`), breaks."""
     found = []
     tree = ast.parse(source)
     for node in ast.walk(tree):
@@ -97,7 +98,7 @@ def violations(module: str, source: str) -> list[str]:
             if top in {"plurax", "transforms", "ensemble"} and not relative:
                 found.append(f"imports {name} by its absolute name")
             if top in {"transforms", "ensemble"} and is_above(name, module):
-                found.append(f"imports {name}, which is no layer below")
+                found.append(f"imports {name}, which is not in a lower layer")
     if module.startswith("transforms."):
         names = [name for node in at_import(tree) for name, _ in imports(module, node)]
         heavy = HEAVY - {"flax"} if module.startswith(("transforms.modules.", LATE)) else HEAVY
@@ -118,11 +119,11 @@ def test_every_file_keeps_the_layers() -> None:
 
 
 def circles(sources: Mapping[str, str]) -> list[set[str]]:
-    """The parts (files, folders) of any folder that need each other to be imported, by module and source."""
+    """Return the sets of parts (files, folders) of a folder that import each other in a cycle."""
     needs: dict[str, set[str]] = {}
     for module, source in sources.items():
         own = module.split(".")
-        for node in ast.walk(ast.parse(source)):  # late imports and those for types too
+        for node in ast.walk(ast.parse(source)):  # including late and type-only imports
             for name, relative in imports(module, node):
                 theirs = name.split(".")
                 common = next((i for i, pair in enumerate(zip(own, theirs, strict=False)) if len({*pair}) > 1), 0)
@@ -141,7 +142,7 @@ def test_no_two_files_or_folders_need_each_other() -> None:
     assert circles({module: path.read_text() for module, path in modules_of(ROOT).items()}) == []
 
 
-def test_circles_are_seen() -> None:
+def test_import_cycles_are_detected() -> None:
     sources = {
         "transforms._a.x": "from .y import f",
         "transforms._a.y": "from .z import g\nfrom .._b import h",
@@ -156,7 +157,7 @@ def test_circles_are_seen() -> None:
     assert circles(sources | late) == [{"transforms._a", "transforms._b"}]
 
 
-def test_folders_and_files_are_small_enough_to_be_read() -> None:
+def test_folders_and_files_are_small() -> None:
     for path in modules_of(ROOT).values():
         assert len(path.read_text().splitlines()) <= 400, path
         assert len(list(path.parent.glob("*.py"))) <= 14, path.parent
@@ -165,17 +166,21 @@ def test_folders_and_files_are_small_enough_to_be_read() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "message"),
     [
-        ("transforms._vmap", "from ..ensemble import Ensemble", "ensemble.Ensemble, which is no layer below"),
-        ("transforms._vmap", "from .. import ensemble", "ensemble, which is no layer below"),
-        ("transforms._vmap", "def f():\n    from .privacy import x", "transforms.privacy.x, which is no layer below"),
-        ("transforms._vmap", "from . import modules", "transforms.modules, which is no layer below"),
-        ("transforms._vmap", "from ._grad import grad", "transforms._grad.grad, which is no layer below"),
-        ("transforms._vmap", "from . import vmap", "transforms.vmap, which is no layer below"),
-        ("transforms.privacy._dpsgd.fit", "from ....ensemble import x", "ensemble.x, which is no layer below"),
-        ("transforms.privacy._dpsgd.fit", "from ...program import f", "program.f, which is no layer below"),
-        ("transforms.privacy._per_example.f", "from .._dpsgd import fit", "_dpsgd.fit, which is no layer below"),
-        ("transforms._core.jaxpr", "from .._vmap import vmap", "transforms._vmap.vmap, which is no layer below"),
-        ("ensemble._members.rows", "from .._step.state import x", "_step.state.x, which is no layer below"),
+        ("transforms._vmap", "from ..ensemble import Ensemble", "ensemble.Ensemble, which is not in a lower layer"),
+        ("transforms._vmap", "from .. import ensemble", "ensemble, which is not in a lower layer"),
+        (
+            "transforms._vmap",
+            "def f():\n    from .privacy import x",
+            "transforms.privacy.x, which is not in a lower layer",
+        ),
+        ("transforms._vmap", "from . import modules", "transforms.modules, which is not in a lower layer"),
+        ("transforms._vmap", "from ._grad import grad", "transforms._grad.grad, which is not in a lower layer"),
+        ("transforms._vmap", "from . import vmap", "transforms.vmap, which is not in a lower layer"),
+        ("transforms.privacy._dpsgd.fit", "from ....ensemble import x", "ensemble.x, which is not in a lower layer"),
+        ("transforms.privacy._dpsgd.fit", "from ...program import f", "program.f, which is not in a lower layer"),
+        ("transforms.privacy._per_example.f", "from .._dpsgd import fit", "_dpsgd.fit, which is not in a lower layer"),
+        ("transforms._core.jaxpr", "from .._vmap import vmap", "transforms._vmap.vmap, which is not in a lower layer"),
+        ("ensemble._members.rows", "from .._step.state import x", "_step.state.x, which is not in a lower layer"),
         ("ensemble._training.trainer", "import transforms", "transforms by its absolute name"),
         (
             "ensemble._training.trainer",
@@ -219,7 +224,7 @@ def test_each_rule_can_fail(module: str, source: str, message: str) -> None:
         ("ensemble._training.trainer", "from ...transforms.privacy import clipped_grad"),
     ],
 )
-def test_what_is_allowed_passes(module: str, source: str) -> None:
+def test_allowed_code_passes(module: str, source: str) -> None:
     assert violations(module, source) == []
 
 
@@ -256,7 +261,7 @@ def test_importing_transforms_has_no_effects_and_loads_no_other_library(name: st
     assert after["settings"] == []
 
 
-def test_effects_are_seen() -> None:
+def test_effects_are_detected() -> None:
     after = effects("import scipy; jax.config.update('jax_debug_nans', True)")
     assert "scipy" in after["loads"]
     assert after["settings"] == ["jax_debug_nans"]

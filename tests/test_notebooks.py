@@ -1,4 +1,4 @@
-"""The notebooks are those of the guides, in the format that Jupyter and Colab read."""
+"""The notebooks match the guides, in the format that Jupyter and Colab read."""
 
 import importlib.util
 import json
@@ -13,7 +13,7 @@ DOCS = ROOT / "docs"
 
 
 def script(name: str) -> Any:
-    """A script of docs/, as a module."""
+    """Import a script of docs/."""
     spec = importlib.util.spec_from_file_location(f"docs{name}", DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -27,7 +27,7 @@ FILES = sorted((DOCS / "notebooks").glob("*.ipynb"))
 
 
 def faults(notebook: dict[str, Any]) -> list[str]:
-    """What in a notebook is not as format 4.5 has it, of what these use."""
+    """Return deviations from notebook format 4.5, as far as our notebooks use it."""
     found = []
     if notebook.keys() != {"cells", "metadata", "nbformat", "nbformat_minor"}:
         found.append(f"the notebook has {sorted(notebook)}")
@@ -80,7 +80,7 @@ def test_a_notebook_has_the_code_the_output_and_the_text_of_its_page(file: Path)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_a_notebook_is_one(file: Path) -> None:
+def test_a_notebook_is_valid(file: Path) -> None:
     assert faults(json.loads(file.read_text())) == []
 
 
@@ -109,6 +109,6 @@ def test_the_page_links_to_its_notebook(file: Path) -> None:
         ({"cells": [{"cell_type": "markdown", "id": "a", "metadata": {}, "source": ["x\ny"]}]}, "lines are not whole"),
     ],
 )
-def test_a_faulty_notebook_is_noticed(change: dict[str, Any], fault: str) -> None:
+def test_a_faulty_notebook_is_detected(change: dict[str, Any], fault: str) -> None:
     (found,) = faults(NOTEBOOKS.notebook("start") | change)
     assert found.startswith(fault)

@@ -1,4 +1,4 @@
-"""What a user installs: the wheel's files, and that it imports without this tree."""
+"""The wheel has the right files and imports without the source tree."""
 
 import importlib.metadata
 import re
@@ -43,7 +43,7 @@ def build_wheel(source: Path, folder: Path) -> Path:
 
 
 def copy_tree(folder: Path) -> Path:
-    """A copy of the tree: a build leaves files behind, and takes along what it finds of them."""
+    """Copy the tree: a build leaves files behind, and picks up leftover ones."""
     unwanted = shutil.ignore_patterns(
         ".git", ".*_cache", ".venv", ".hypothesis", "build", "dist", "*.egg-info", "__pycache__"
     )
@@ -62,7 +62,7 @@ def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sdist(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the sdist holds, unpacked."""
+    """Return the unpacked contents of the sdist."""
     folder = tmp_path_factory.mktemp("sdist")
     build = f"import setuptools.build_meta as backend; backend.build_sdist({str(folder)!r})"
     subprocess.run([sys.executable, "-c", build], cwd=tree, check=True, stdout=subprocess.DEVNULL)
@@ -84,12 +84,12 @@ def test_the_wheel_holds_both_packages_and_nothing_else(wheel: Path) -> None:
 
 
 def files_of(*options: str) -> set[str]:
-    """The files of the repository, by git."""
+    """Return the repository's files, as listed by git."""
     listed = subprocess.run(["git", "ls-files", *options], cwd=ROOT, capture_output=True, text=True, check=True)
     return {name for name in listed.stdout.splitlines() if (ROOT / name).exists()}
 
 
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="git knows which files are in the repository")
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="git lists the files of the repository")
 def test_the_sdist_holds_the_repository_and_nothing_else(sdist: Path) -> None:
     found = {path.relative_to(sdist).as_posix() for path in sdist.rglob("*") if path.is_file()}
     made = {name for name in found if name in {"PKG-INFO", "setup.cfg"} or name.startswith("plurax.egg-info/")}
@@ -98,7 +98,7 @@ def test_the_sdist_holds_the_repository_and_nothing_else(sdist: Path) -> None:
     assert {"LICENSE", "README.md", "CHANGELOG.md", "tests/conftest.py", "examples/vmap_tour.py"} <= found
 
 
-def test_a_wheel_of_the_sdist_is_that_of_the_tree(sdist: Path, wheel: Path, tmp_path: Path) -> None:
+def test_the_wheel_from_the_sdist_equals_the_one_from_the_tree(sdist: Path, wheel: Path, tmp_path: Path) -> None:
     of_tree, of_sdist = (
         {name: archive.read(name) for name in archive.namelist()}
         for archive in map(ZipFile, (wheel, build_wheel(sdist, tmp_path)))
@@ -146,7 +146,7 @@ LIBRARIES = {
 
 
 @pytest.mark.parametrize(("extra", "use"), [(extra, use) for extra, uses in USES.items() for use in uses])
-def test_what_needs_an_extra_works_with_it_and_names_it_without(
+def test_features_work_with_their_extra_and_name_it_without(
     extra: str, use: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exec(PRELUDE + USES[extra][use], {})
@@ -161,7 +161,7 @@ def test_all_extras_are_tried() -> None:
     assert {*USES, "examples"} == set(PROJECT["project"]["optional-dependencies"]) - of_developers
 
 
-def test_what_is_wrong_with_an_extra_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_of_an_extra_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(try_release, "PRELUDE", "")
     monkeypatch.setattr(try_release, "USES", {"plot": {"draw": "1 / 0"}, "files": {"write": "pass"}})
     here = Path(sys.executable)
@@ -177,7 +177,7 @@ def test_the_environment_holds_the_version_of_the_tree() -> None:
     assert importlib.metadata.version("plurax") == VERSION
 
 
-def test_the_changelog_begins_with_what_is_not_released_and_this_version() -> None:
+def test_the_changelog_starts_with_unreleased_changes_and_this_version() -> None:
     first, second = re.findall(r"^## \[(.*)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[:2]
     assert first == "Unreleased]"
     assert re.fullmatch(rf"{re.escape(VERSION)}\] - \d{{4}}-\d\d-\d\d", second)

@@ -1,4 +1,4 @@
-"""The README's code runs, and says what it says."""
+"""The README's code runs and prints the output shown."""
 
 import ast
 import contextlib
@@ -20,7 +20,7 @@ README = (ROOT / "README.md").read_text()
 MODULES = re.findall(r"^(plurax\.[\w.]+)$", (ROOT / "tests/api.txt").read_text(), flags=re.MULTILINE)
 FIRST = README.split("```python\n")[1].split("```")[0].splitlines()
 
-# One worker trains what several tests look at.
+# One worker trains the models that several tests share.
 pytestmark = pytest.mark.xdist_group("the README")
 
 
@@ -37,11 +37,11 @@ def namespace() -> dict[str, Any]:
     return found | {"shown": shown.getvalue()}
 
 
-def test_the_first_example_prints_what_it_shows(namespace):
+def test_the_first_example_prints_the_output_shown(namespace):
     printed = [ast.literal_eval(line.removeprefix("# ").replace("...", "")) for line in FIRST if line[:3] == "# {"]
     rows = [ast.literal_eval(line) for line in namespace["shown"].splitlines()]
     assert [{**row, "loss": None} for row in rows] == [{**row, "loss": None} for row in printed]
-    # Another execution of the members rounds otherwise, and 500 steps multiply that.
+    # Another execution strategy rounds differently, and 500 steps amplify that.
     np.testing.assert_allclose([row["loss"] for row in rows], [row["loss"] for row in printed], rtol=0.5)
 
 
@@ -88,7 +88,7 @@ def test_every_command_is_a_target_of_make():
 
 
 def names_listed(page: str) -> dict[str, set[str]]:
-    """Return for each module of a page like docs/names.md the names in the first column of its table."""
+    """Return the names in the first column of each module's table, on a page like docs/names.md."""
     _, *sections = re.split(r"^## `([\w.]+)`$", page, flags=re.MULTILINE)
     found = {}
     for module, text in zip(sections[::2], sections[1::2], strict=True):
@@ -97,7 +97,7 @@ def names_listed(page: str) -> dict[str, set[str]]:
     return found
 
 
-def test_the_page_of_names_lists_what_is_public_and_nothing_else():
+def test_the_page_of_names_lists_exactly_the_public_names():
     listed = names_listed((ROOT / "docs/names.md").read_text())
     assert listed == {module: set(importlib.import_module(module).__all__) for module in MODULES}
 

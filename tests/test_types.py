@@ -1,4 +1,4 @@
-"""What a type checker knows of transformed functions: `make types` checks the assertions, this runs them."""
+"""Types of transformed functions: `make types` checks the assertions, this runs them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_transforms_keep_the_parameters_of_a_function() -> None:
     assert derivative(lambda x: x**3, 2)(1.0) == 6
 
 
-def test_a_wrong_argument_is_one_for_the_checker_and_for_python() -> None:
+def test_a_wrong_argument_is_an_error_for_the_checker_and_python() -> None:
     with pytest.raises(TypeError):
         grad(scaled)(jnp.ones(3), scle=2.0)  # type: ignore[call-arg]
     with pytest.raises(TypeError):

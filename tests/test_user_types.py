@@ -1,4 +1,4 @@
-"""What type checkers know of an installed copy: `typing/user_script.py` states it, and that is true when it runs."""
+"""With an installed copy, type checkers show the types in `typing/user_script.py`, and the values have those types."""
 
 import ast
 import os
@@ -22,28 +22,28 @@ from .test_packaging import ROOT, build_wheel, copy_tree
 SCRIPT = ROOT / "tests/typing/user_script.py"
 CORRECT, WRONG = SCRIPT.read_text().split("def wrong()")
 LINES = enumerate(CORRECT.splitlines(), 1)
-# By its number, the type that the comment of a line states; and the lines that have an error.
+# The stated type of each line by its number, and the lines that have an error.
 STATED = {i: found[1] for i, line in LINES if (found := re.match(r" *reveal_type\(.*  # (.*)", line))}
 ERRORS = {CORRECT.count("\n") + i for i, line in enumerate(WRONG.splitlines(), 1) if re.match(r"    \w", line)}
 
-# The cache is for the libraries, and apart from that of `make types`, whose options are others.
+# The cache holds the libraries, separate from that of `make types`, whose options differ.
 MYPY = ["--config-file=", f"--cache-dir={ROOT / '.pytest_cache/mypy'}", "--disable-error-code=import-untyped"]
 CHECKERS = {"mypy": [*MYPY, "--python-executable"], "pyright": ["--pythonpath"]}
 SHOWN = {"mypy": r':(\d+): note: Revealed type is "(.*)"', "pyright": r':(\d+):\d+ - information: Type of .* is "(.*)"'}
 FAULTY = {"mypy": r":(\d+): error: ", "pyright": r":(\d+):\d+ - error: "}
-# Nothing is fetched: its wheel holds pyright, and that of its extra holds node. It would ask for a newer version.
+# Nothing is downloaded: the wheels include pyright and node. Pyright would otherwise look for a newer version.
 OFFLINE = {"PYRIGHT_PYTHON_IGNORE_WARNINGS": "1", "PYRIGHT_PYTHON_FORCE_VERSION": ""}
 
 
 @pytest.fixture(scope="module")
 def checks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """Both checkers at work, on the script in an environment in which the wheel is installed."""
+    """Start both checkers on the script, in an environment with the wheel installed."""
     folder = tmp_path_factory.mktemp("user")
     venv.create(folder / "env", symlinks=True)
     python, script = folder / "env/bin/python", folder / SCRIPT.name
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "env")}))
     ZipFile(build_wheel(copy_tree(folder / "tree"), folder)).extractall(site)
-    # The libraries of this environment. Its own .pth files are not read there, so the editable install is not found.
+    # This environment's libraries, without its .pth files, so that the editable install is not found.
     (site / "libraries.pth").write_text(sysconfig.get_path("purelib"))
     script.write_text(SCRIPT.read_text())
     output: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -61,7 +61,7 @@ def checks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, subpr
 
 
 def fits(value: Any, stated: ast.expr) -> bool:
-    """Whether a value is of a type, and what it holds of the types in brackets."""
+    """Whether a value has a type, including the type arguments in brackets."""
     if not isinstance(stated, ast.Subscript):
         name = ast.unparse(stated)
         return name == "Any" or (isinstance(value, jax.Array) if name == "Array" else type(value).__name__ == name)
@@ -84,8 +84,8 @@ def fits(value: Any, stated: ast.expr) -> bool:
     return all(len(group) == len(types) and all(map(fits, group, types)) for group in groups)
 
 
-def test_what_is_stated_is_true(checks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It runs in this process, while the checkers are at work."""
+def test_stated_types_are_true(checks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs in this process while the checkers run."""
     seen: dict[int, Any] = {}
     monkeypatch.setattr(typing, "reveal_type", lambda x: seen.update({sys._getframe(1).f_lineno: x}))
     runpy.run_path(str(SCRIPT))
@@ -94,7 +94,7 @@ def test_what_is_stated_is_true(checks: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("name", CHECKERS)
-def test_a_checker_shows_it_and_finds_the_errors(checks: dict[str, subprocess.Popen[str]], name: str) -> None:
+def test_a_checker_shows_the_types_and_finds_the_errors(checks: dict[str, subprocess.Popen[str]], name: str) -> None:
     report = checks[name].communicate()[0]
     shown = {int(i): re.sub(r"\b(\w+\.)+(?=\w)", "", found) for i, found in re.findall(SHOWN[name], report)}
     assert shown == STATED, report
@@ -105,6 +105,6 @@ def test_a_checker_shows_it_and_finds_the_errors(checks: dict[str, subprocess.Po
     ("value", "stated"),
     [(1, "str"), (1, "Array"), ((1, 2), "tuple[int]"), ({"a": 1}, "dict[str, str]"), ([1, "a"], "list[int]")],
 )
-def test_what_is_not_of_a_type_does_not_fit(value: Any, stated: str) -> None:
+def test_values_of_another_type_do_not_fit(value: Any, stated: str) -> None:
     assert not fits(value, ast.parse(stated, mode="eval").body)
     assert fits(value, ast.parse("Any", mode="eval").body)

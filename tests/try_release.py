@@ -1,8 +1,8 @@
-"""Try what a user installs: the wheel alone, and with each extra alone, in new environments.
+"""Test an installation: the wheel alone, and with each extra alone, in new environments.
 
     python tests/try_release.py [--python INTERPRETER]... dist
 
-Run by `make release`. It needs a network, and minutes.
+Run by `make release`. It needs a network, and takes minutes.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-# What needs an extra, each as code that runs if the extra is there and else raises an error that names it.
+# Features that need an extra: code that runs with the extra, and without it raises an error that names the extra.
 PRELUDE = """
 import tempfile
 import jax, jax.numpy as jnp, numpy as np, optax
@@ -67,7 +67,7 @@ for by in (None, 'rate'):
 }
 
 
-# Runs each of some codes, and prints what was raised, or nothing.
+# Run some codes and print each error, or an empty string.
 RUN = """
 import json, sys
 said = {}
@@ -75,14 +75,14 @@ for name, code in json.loads(sys.stdin.read()).items():
     try:
         exec(code, {"__name__": "__main__"})
         said[name] = ""
-    except Exception as error:  # whatever a user would see: it is what is judged
+    except Exception as error:  # any error that a user would see
         said[name] = f"{type(error).__name__}: {error}"
 print(json.dumps(said))
 """
 
 
 def run(python: Path, codes: dict[str, str]) -> dict[str, str]:
-    """Run codes in an environment, away from the tree; returns for each its error, or nothing."""
+    """Run codes in an environment, outside the tree; return each error, or an empty string."""
     with tempfile.TemporaryDirectory() as folder:
         command = [python, "-I", "-c", RUN]
         done = subprocess.run(command, input=json.dumps(codes), cwd=folder, capture_output=True, text=True, check=True)
@@ -90,7 +90,7 @@ def run(python: Path, codes: dict[str, str]) -> dict[str, str]:
 
 
 def faults(python: Path, installed: str | None) -> list[str]:
-    """What does not go as it should in an environment with one extra, or with none."""
+    """Return the failures in an environment with one extra, or with none."""
     found = []
     for extra, uses in USES.items():
         if installed not in (None, extra):

@@ -1,4 +1,4 @@
-"""What MindSpore's tutorials show of compiling: a cache of compiled programs."""
+"""Caching compiled programs, as in MindSpore's tutorials."""
 
 from typing import Any
 
@@ -17,13 +17,13 @@ IMAGES, LABELS = RNG.normal(size=(4, 10, 10, 1)).astype(np.float32), np.arange(4
 
 
 class Traced:
-    """How often functions were traced."""
+    """Count how often functions are traced."""
 
     def __init__(self) -> None:
         self.times = 0
 
     def loop(self, x: Any, y: Any) -> Any:
-        """The tutorial's: two hundred steps of Python, which make one long program."""
+        """The tutorial's function: a Python loop of two hundred steps, unrolled into one long program."""
         self.times += 1
         out = x
         for _ in range(200):
@@ -63,14 +63,14 @@ def test_the_gradient_of_a_cnn_is_compiled_once_and_follows_the_parameters(tmp_p
     jax.tree.map(lambda param: param.set_value(0.0 * param[...]), nnx.variables(model, nnx.Param), is_leaf=is_variable)
     bias = aot(grad(loss), tmp_path, key="1")(model, IMAGES, LABELS)["layers"][3]["bias"]
     np.testing.assert_allclose(bias[...], [1 / 3 - 2 / 4, 1 / 3 - 1 / 4, 1 / 3 - 1 / 4], rtol=1e-5)
-    assert traced.times - traces == 2  # the second call of what was loaded compares it
+    assert traced.times - traces == 2  # the second call of a loaded program checks it
 
 
 def is_variable(x: Any) -> bool:
     return isinstance(x, nnx.Variable)
 
 
-def test_jaxs_own_cache_is_used_and_says_so(tmp_path):
+def test_jaxs_cache_is_used_and_its_hits_are_reported(tmp_path):
     with enable_compile_cache(tmp_path) as cache:
         results = [jax.jit(Traced().loop)(X, Y) for _ in range(2)]
     assert (cache.hits, cache.misses) == (1, 1)

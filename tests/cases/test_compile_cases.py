@@ -1,4 +1,4 @@
-"""What MindSpore's tutorials show of compiling, control flow, rules of one's own and cells: the examples' numbers."""
+"""Compilation, control flow, custom rules and cells from MindSpore's tutorials, with their numbers."""
 
 import importlib.util
 import sys
@@ -18,12 +18,12 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def example(name: str) -> Any:
-    """An example, as a module."""
+    """Load an example as a module."""
     spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there for the types of their fields
+    sys.modules[spec.name] = module  # dataclasses look up their field types there
     spec.loader.exec_module(module)
     return module
 
@@ -84,11 +84,11 @@ def test_the_branch_that_where_throws_away_makes_its_slope_nan(static_graph):
 
 
 def test_hswish_of_each_row_is_that_of_the_loop(static_graph):
-    static_graph.map_instead_of_a_loop(rows=5, rounds=1)  # which compares all four
+    static_graph.map_instead_of_a_loop(rows=5, rounds=1)  # compares all four results
     assert float(static_graph.hswish(jnp.float32(1.5))) == 1.125
 
 
-def test_both_results_of_depend_have_to_be_used(static_graph):
+def test_both_results_of_depend_must_be_used(static_graph):
     found = static_graph.one_before_the_other()
     assert list(found["kept"].values()) == [False, False, True]
     assert found["said"] == 3 * ["before", "after"]
@@ -102,7 +102,7 @@ def test_a_donated_state_is_shared_with_the_result(static_graph):
     assert "fun does not reuse `state`, an array of shape (64, 7) and dtype float32" in found["refused"]
 
 
-def test_a_weight_assigned_in_each_turn_has_a_gradient_of_three(static_graph):
+def test_a_weight_assigned_in_each_iteration_has_a_gradient_of_three(static_graph):
     assert set(static_graph.assigned_in_a_loop().values()) == {3.0}
 
 
@@ -120,13 +120,13 @@ def test_a_predicate_for_each_lane_runs_both_branches_and_a_shared_one_does_not(
     }
 
 
-def test_every_way_through_a_branch_gives_the_same(control_flow):
-    spent = control_flow.what_a_branch_costs(lanes=5, side=3, rounds=1)  # which compares them
+def test_all_forms_of_a_branch_give_the_same(control_flow):
+    spent = control_flow.what_a_branch_costs(lanes=5, side=3, rounds=1)  # compares the results
     assert [len(times) for times in spent.values()] == 4 * [4]
 
 
 @pytest.mark.parametrize("taken", [[], [2], [0, 1, 4]])
-def test_a_bucket_changes_the_lanes_that_are_taken_and_no_other(control_flow, taken):
+def test_a_bucket_changes_only_the_selected_examples(control_flow, taken):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3, 3)), jnp.float32)
     found = control_flow.in_a_bucket(np.isin(np.arange(5), taken), x)
     for i in range(5):
@@ -157,7 +157,7 @@ def test_sorted_chunks_wait_less(control_flow):
     assert sorted(order) == list(range(144))
 
 
-def test_bounds_of_their_own_make_a_loop_that_reverse_mode_refuses(control_flow):
+def test_reverse_mode_refuses_a_loop_with_mapped_bounds(control_flow):
     found = control_flow.bounds_of_their_own()
     assert found["a bound that is a number"] == (["while"], [8, 8, 27], "12, 12, 27")
     assert found["one bound for all, and a mask"] == (["select", "while"], [2, 32, 27], "1, 80, 27")
@@ -166,14 +166,14 @@ def test_bounds_of_their_own_make_a_loop_that_reverse_mode_refuses(control_flow)
     assert slope.startswith("refused: Reverse-mode differentiation does not work")
 
 
-def test_a_mapped_cond_keeps_the_slope_of_the_branch_not_taken_out(control_flow):
+def test_a_mapped_cond_excludes_the_gradient_of_the_other_branch(control_flow):
     slopes = control_flow.in_the_branch_not_taken()
     assert np.isnan(slopes["vmap(where)"][0])
     assert slopes["vmap(where)"][1:] == [0.25, 0.0, 0.25]
     assert slopes["vmap(where), where twice"] == slopes["vmap(cond)"] == [0.0, 0.25, 0.0, 0.25]
 
 
-# Rules of one's own
+# Custom rules
 
 
 def test_the_rule_for_vmap_agrees_with_a_loop_whatever_is_mapped(rules):
@@ -185,7 +185,7 @@ def test_the_rule_for_vmap_agrees_with_a_loop_whatever_is_mapped(rules):
 
 
 def groups(fun: Any, *args: jax.Array) -> set[int]:
-    """The numbers of groups of the convolutions of a program."""
+    """Return the group counts of the convolutions in a program."""
     text = str(jax.make_jaxpr(fun)(*args))
     return {int(part.split()[0]) for part in text.split("feature_group_count=")[1:]}
 
@@ -202,7 +202,7 @@ def test_no_order_of_maps_makes_a_grouped_convolution(rules):
     assert thrice(*every).shape == (4, 5, 3, 2, 5, 3, 4)
 
 
-def test_the_rule_has_second_derivatives_which_custom_vmap_alone_has_not(rules):
+def test_the_rule_has_second_derivatives_unlike_custom_vmap_alone(rules):
     rng = np.random.default_rng(4)
     w, x = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((2, 1, 1, 2), (1, 3, 2, 1)))
     of = {name: jacfwd(grad(rules.squares(fun))) for name, fun in (("rule", rules.convolve), ("plain", rules.native))}
@@ -212,7 +212,7 @@ def test_the_rule_has_second_derivatives_which_custom_vmap_alone_has_not(rules):
 
 
 @pytest.mark.parametrize("e", [0.0, 0.3, 0.999])
-def test_keplers_equation_is_solved_from_end_to_end(rules, e):
+def test_keplers_equation_is_solved(rules, e):
     mean = jnp.linspace(0, jnp.pi, 101)
     E = vmap(rules.kepler, in_axes=(0, None))(mean, e)
     np.testing.assert_allclose(E - e * jnp.sin(E), mean, atol=2e-6)
@@ -225,7 +225,7 @@ def test_the_rule_for_jvp_is_right_where_the_loop_has_none(rules):
     assert found["refused"].startswith("ValueError: Reverse-mode differentiation does not work for lax.while_loop")
 
 
-def test_the_rule_for_vjp_keeps_one_turn(rules):
+def test_the_vjp_rule_stores_one_iteration(rules):
     found = rules.a_rule_for_vjp(size=32, rounds=1)
     assert found["apart"] < 1e-12
     kept, by_rule = found["bytes"].values()
@@ -233,7 +233,7 @@ def test_the_rule_for_vjp_keeps_one_turn(rules):
     assert list(found["slopes"].values()) == [0.0, 4.0, 12.0, 5.0]
 
 
-def test_a_wrong_rule_is_found(rules):
+def test_a_wrong_rule_is_detected(rules):
     assert set(rules.wrong_rules().values()) == {"AssertionError"}
 
 
@@ -267,7 +267,7 @@ def test_what_must_not_be_traced_says_so(cells):
     assert found["x * x if x > 0 else x"] == ("TracerBoolConversionError", "6")
     compiled, slope = found["x * x.item()"]
     assert compiled == "ConcretizationTypeError"
-    assert slope != "6"  # cut without a word by jax 0.10
+    assert slope != "6"  # jax 0.10 silently drops the derivative of `item()`
     assert found["random"][0] == "one"
 
 
@@ -287,24 +287,24 @@ def test_the_sampler_gives_back_how_often_each_value_was_drawn(cells):
 def test_the_forward_pass_of_value_and_grad_runs_once_and_moves_the_statistics_once(cells):
     for runs, least, most in cells.the_forward_pass_runs_once().values():
         assert runs == 1
-        np.testing.assert_allclose([least, most], 0.1, rtol=1e-4)  # of twice it would be 0.19
+        np.testing.assert_allclose([least, most], 0.1, rtol=1e-4)  # two updates would give 0.19
 
 
 # Cells: parameters and shapes
 
 
-def test_cells_have_their_parameters_by_name_and_begin_by_their_type(cells):
+def test_cells_have_named_parameters_initialized_by_type(cells):
     names = cells.parameters_by_name()
     assert len(names) == 12
     assert names["conv2.kernel"] == (3, 3, 6, 8)
-    cells.first_values_by_type()  # which compares deviations, bounds, ones and zeros
+    cells.first_values_by_type()  # compares deviations, bounds, ones and zeros
 
 
-def test_frozen_features_stay_and_their_work_is_gone(cells):
+def test_frozen_features_are_unchanged_and_cost_nothing(cells):
     everything, frozen, stopped = cells.frozen_parameters(steps=2).values()
     assert everything[1:] == (8, 4)
     assert frozen[1:] == (0, 4)
-    assert stopped[1] > 0  # by weight decay
+    assert stopped[1] > 0  # weight decay
     assert frozen[0] < 0.5 * everything[0]
 
 
@@ -315,7 +315,7 @@ def test_half_precision_but_for_norms_and_the_loss(cells):
     assert mixed == {"conv_general_dilated": "bf16", "rsqrt": "f32", "dot_general": "bf16", "gradients": "float32"}
 
 
-def test_files_say_what_does_not_fit(cells):
+def test_files_report_mismatches(cells):
     found = list(cells.files_of_parameters().values())
     assert "lacks `extra.bias`, `extra.kernel`, `head.bias`, `head.kernel`, and has in addition `out.bias`" in found[1]
     assert "lacks `extra.bias`, `extra.kernel`; rename= is for other names" in found[2]
@@ -330,18 +330,18 @@ def test_the_hardest_of_the_positives_and_shapes_that_vary(cells):
     assert "branches must have equal output types" in found["refused"]
 
 
-# What is repeated (48 blocks are in `test_layers.py`, micro-batches in `test_accumulate.py`)
+# Repeated layers (48 blocks are in `test_layers.py`, micro-batches in `test_accumulate.py`)
 
 
 class Layer(nnx.Module):
-    """A block of a GPT: attention over a cache of keys and values that grows by one position."""
+    """A GPT block: attention over a key-value cache that grows by one position."""
 
     def __init__(self, width: int, rngs: nnx.Rngs) -> None:
         self.norm, self.out = nnx.LayerNorm(width, rngs=rngs), nnx.Linear(width, width, rngs=rngs)
         self.attend = nnx.Linear(width, 3 * width, rngs=rngs)
 
     def __call__(self, x: jax.Array, mask: jax.Array, cache: Any) -> Any:
-        """One position (batch, width), which positions are there (length,), the cache; the new cache."""
+        """Process one position (batch, width) with a mask (length,) and a cache; return the output and a new cache."""
         query, key, value = jnp.split(self.attend(self.norm(x)), 3, axis=-1)
         position = mask.sum() - 1
         keys, values = (cache[name].at[:, position].set(new) for name, new in (("key", key), ("value", value)))

@@ -1,4 +1,4 @@
-"""The derivatives of MindSpore's documentation and of PyTorch's tutorials, with their shapes and numbers."""
+"""Derivatives from MindSpore's documentation and PyTorch's tutorials, with their shapes and numbers."""
 
 from typing import Any
 
@@ -72,7 +72,7 @@ def test_a_cube_and_a_summand_along_ones():
 
 
 def test_derivatives_of_the_exponential_of_a_sine():
-    """Three orders along ones, one `jvp` in another."""
+    """Three orders along ones, with nested `jvp`."""
     expected = [
         [[1.2533808, -1.0331168], [-1.1400385, -0.3066662]],
         [[-1.2748207, -1.8274734], [0.966121, 0.55551505]],
@@ -82,7 +82,7 @@ def test_derivatives_of_the_exponential_of_a_sine():
     fun = lambda x: jnp.exp(jnp.sin(x))
     for values in expected:
         fun = along_ones(fun)
-        assert_close(fun(X), np.array(values), 3e-6)  # the numbers were computed in float32
+        assert_close(fun(X), np.array(values), 3e-6)  # the reference values are float32
 
 
 def test_the_hessian_of_a_sum_of_cubes():

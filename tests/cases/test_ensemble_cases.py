@@ -1,4 +1,4 @@
-"""The cases of MindSpore's and PyTorch's tutorials on ensembles, with their shapes and numbers."""
+"""Ensembles from MindSpore's and PyTorch's tutorials, with their shapes and numbers."""
 
 import numpy as np
 import optax
@@ -10,7 +10,7 @@ from plurax.ensemble import Ensemble, Trainer, load_member, save
 
 RATES = [1e-2, 1e-3, 2e-3, 3e-3]
 
-# One worker trains what several tests look at.
+# One worker trains the models that several tests share.
 pytestmark = pytest.mark.xdist_group("LeNets")
 
 
@@ -43,7 +43,7 @@ def loss(model, images, labels):
 
 
 def digits(*shape):
-    """Real digits at 32 by 32 pixels, as many as `shape` asks for."""
+    """Return real digits at 32 by 32 pixels, with leading dimensions `shape`."""
     images, labels = load_digits(return_X_y=True)
     count = int(np.prod(shape))
     large = np.kron(images[:count].reshape(-1, 8, 8) / 16, np.ones((4, 4)))

@@ -1,6 +1,6 @@
-"""MindSpore's guide to cells: names, a cell against its reference, initialization, freezing.
+"""MindSpore's guide to cells: names, a reference implementation, initialization, freezing.
 
-Precision, what is frozen, and files are in `test_precision.py`, `test_parameters.py` and `test_files.py` of modules.
+Precision, frozen parameters and files are tested in `test_precision.py`, `test_parameters.py` and `test_files.py`.
 """
 
 import importlib.util
@@ -22,7 +22,7 @@ from plurax.transforms.modules import (
 
 
 class MyCell(nnx.Module):
-    """A network, and the rectifier behind it."""
+    """A network followed by a ReLU."""
 
     def __init__(self, net: Any) -> None:
         self.net = net
@@ -48,8 +48,8 @@ WEIGHTS = {"as initialized": (init.he_normal(), 3e-6), "all 0.1": (init.constant
 class TestACellAgainstItsReference:
     """Convolutions of (2, 12, 12, 120) images in [-1, 1), against windows summed in double precision.
 
-    MindSpore's guide has 2.94e-6 against PyTorch for one draw of images, with weights of 0.1, whose sums of 1,920 terms
-    reach 9. Over draws that is 2.6e-6 to 3.3e-6 here, against the exact sums; PyTorch is 4.4e-6 to 1e-5 off.
+    MindSpore's guide reports 2.94e-6 against PyTorch for one draw of images, with weights of 0.1. The sums have 1,920
+    terms and reach 9. Over draws, the error against the exact sums is 2.6e-6 to 3.3e-6 here, 4.4e-6 to 1e-5 in PyTorch.
     """
 
     X = np.random.default_rng(0).uniform(-1, 1, (2, 12, 12, 120)).astype(np.float32)
@@ -58,7 +58,7 @@ class TestACellAgainstItsReference:
         return reinitialize(convolution(**options), {nnx.Conv: WEIGHTS[weights][0]}, jax.random.key(0))
 
     def slowly(self, kernel: np.ndarray, low: int, high: int) -> np.ndarray:
-        """With zeros around, window by window."""
+        """Pad with zeros and sum window by window."""
         x = np.pad(self.X.astype(float), ((0, 0), (low, high), (low, high), (0, 0)))
         size = x.shape[1] - 3
         y = np.empty((2, size, size, 240))
@@ -66,7 +66,7 @@ class TestACellAgainstItsReference:
             y[:, i, j] = np.tensordot(x[:, i : i + 4, j : j + 4], kernel.astype(float), 3)
         return np.maximum(y, 0)
 
-    def test_the_paddings_are_not_the_same(self, weights: str):
+    def test_paddings_differ(self, weights: str):
         same, valid = (np.asarray(self.cell(weights, padding=padding)(self.X)) for padding in ("SAME", "VALID"))
         with pytest.raises(ValueError, match=r"operands could not be broadcast together with shapes \(2,12,12,240\)"):
             same - valid
@@ -80,8 +80,8 @@ class TestACellAgainstItsReference:
         assert np.abs(np.asarray(cell(self.X)) - expected).max() <= WEIGHTS[weights][1]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is no dependency of the tests")
-def test_a_cell_is_pytorch_s():
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not a test dependency")
+def test_a_cell_matches_pytorch():
     import torch
 
     x = TestACellAgainstItsReference.X
@@ -93,7 +93,7 @@ def test_a_cell_is_pytorch_s():
 
 
 class Network(nnx.Module):
-    """The guide's: two convolutions with batch norms and pools, and a dense layer of the 5 by 5 pixels left."""
+    """The guide's network: two convolutions with batch norms and pools, and a dense layer on the last 5 by 5 pixels."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.layer1 = nnx.Sequential(nnx.Conv(3, 12, (3, 3), rngs=rngs), nnx.BatchNorm(12, rngs=rngs), nnx.relu)
@@ -129,7 +129,7 @@ def test_each_kind_of_layer_is_initialized_its_own_way():
 
 
 class TestFreezing:
-    """`requires_grad=False` and `stop_gradient`, the other way: when each is right."""
+    """When `freeze` gives the same gradients as `stop_gradient`, and when it does not."""
 
     def test_if_something_trains_before_it_only_freezing_will_do(self):
         net = nnx.Dict(a=nnx.Linear(3, 3, rngs=nnx.Rngs(0)), b=nnx.Linear(3, 2, rngs=nnx.Rngs(1)))

@@ -1,4 +1,4 @@
-"""PyTorch's tutorial on per-sample gradients, with its network and its batch."""
+"""PyTorch's tutorial on per-sample gradients, with its network and batch."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ def test_64_gradients_and_their_norms_are_those_of_the_loop():
     rng = np.random.default_rng(0)
     images, labels = rng.normal(size=(BATCH, 28, 28, 1)).astype(np.float32), rng.integers(0, 10, BATCH)
     model = CNN(nnx.Rngs(0))
-    # Optimized, other than the rest of the suite: it computes more than it compiles.
+    # Unlike the rest of the suite, compile with optimization: running takes longer than compiling.
     optimized = {"xla_backend_optimization_level": 3}
     every = jax.jit(per_sample_grad(loss, batch_argnums=(1, 2)), compiler_options=optimized)(model, images, labels)
     every = jax.tree.map(np.asarray, every)

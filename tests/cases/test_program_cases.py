@@ -1,4 +1,4 @@
-"""What MindSpore's and PyTorch's tutorials show of programs: order, memory, comparison, profile, layout, fusion."""
+"""Order, memory, comparison, profile, layout and fusion of programs from MindSpore's and PyTorch's tutorials."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ class Wrapped(nnx.Module):
 
 
 class Model(nnx.Module):
-    """PyTorch's: two convolutions and a batch norm, one more and a convolution nested, and one wrapped."""
+    """PyTorch's model: two convolutions and a batch norm, another pair that is nested, and one that is wrapped."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.conv1, self.bn1, self.conv2 = (

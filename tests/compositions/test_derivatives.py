@@ -1,4 +1,4 @@
-"""Jacobians, Hessians and products under, over and inside other transforms, against closed forms in float64."""
+"""Compositions of Jacobians, Hessians and products with other transforms, against closed forms in float64."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def assert_close(actual: Any, expected: Any) -> None:
     chex.assert_trees_all_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_the_helper_sees_differences() -> None:
+def test_the_helper_detects_differences() -> None:
     with pytest.raises(AssertionError, match="close"):
         assert_close(jnp.ones(2), jnp.ones(2) + 1e-10)
 
@@ -111,7 +111,7 @@ def test_products_with_many_vectors_and_points(mode: str) -> None:
     assert_close(third, (-np.cos(W @ X[0]) * (W @ X[1]) * (W @ X[2])) @ W)
 
 
-def test_linear_maps_in_a_map_build_jacobians() -> None:
+def test_mapped_linear_maps_build_jacobians() -> None:
     assert_close(vmap(lambda v: jvp(wave, (X[0],), (v,))[1], out_axes=1)(np.eye(3)), slopes(X[0]))
     assert_close(vmap(vjp(wave, X[0])[1])(np.eye(5))[0], slopes(X[0]))
     gauss_newton = jax.jit(vmap(lambda v: gnvp(wave, lambda y: jnp.sum(y**2), X[0], v)))(np.eye(3))
@@ -126,7 +126,7 @@ def test_jacobians_of_a_batch_inside_a_gradient() -> None:
 
 
 def test_a_jacobian_of_a_gradient_of_a_jacobian() -> None:
-    """Σ x⁴ to the third order: 24 x on the diagonal."""
+    """The third derivative of Σ x⁴: 24 x on the diagonal."""
     third = jacfwd(jacrev(grad(lambda x: jnp.sum(x**4))))(X[0])
     expected = np.zeros((3, 3, 3))
     expected[range(3), range(3), range(3)] = 24 * X[0]

@@ -1,4 +1,4 @@
-"""Transforms of NNX inside of a model: arrays that they hand on unchanged are not assigned."""
+"""NNX transforms inside a model: arrays that they return unchanged are not assigned."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ METHODS = ("auto", "vmap", "ghost", "book_keeping")
 
 
 class Layer(nnx.Module):
-    """A residual layer; with `norm` one whose statistics move, with `lora` one with a product of low rank besides."""
+    """A residual layer; `norm` selects BatchNorm, `lora` adds a low-rank product."""
 
     def __init__(self, rngs: nnx.Rngs, norm: bool = False, lora: bool = False) -> None:
         self.dense: Any = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
@@ -72,7 +72,7 @@ def with_outputs(layers: Any, x: Any) -> Any:
     return x + between.mean(0)
 
 
-# How a stack of layers is applied, and the axis of the stack.
+# The function that applies a stack of layers, and the axis of the stack.
 WAYS: dict[str, tuple[Callable[..., Any], int]] = {
     "scan-of-remat": (scanned(nnx.remat(apply)), 0),
     "scan-of-jit": (scanned(nnx.jit(apply)), 0),
@@ -105,14 +105,14 @@ def loss(model: Any, x: Any, y: Any) -> Any:
 
 
 def pure(model: Any) -> tuple[Callable[..., Any], Any]:
-    """The loss as a plain function of the parameters, and these."""
+    """Return the loss as a pure function of the parameters, and the parameters."""
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     return lambda params, x, y: loss(nnx.merge(graphdef, params, rest), x, y), params
 
 
 @cache
 def of_each(way: str) -> Any:
-    """The gradients of each sample, their norms, and the sum of the clipped ones."""
+    """Return per-sample gradients, their norms, and the sum of the clipped gradients."""
     plain, params = pure(Deep(*WAYS[way]))
     each = jax.jit(jax.vmap(jax.grad(plain), (None, 0, 0)))(params, X[:, None], Y[:, None])
     norms = jax.vmap(optax.tree.norm)(each)
@@ -128,7 +128,7 @@ def assert_close(actual: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_model_is_differentiated_and_mapped_as_if_written_out(way: str) -> None:
+def test_a_model_is_differentiated_and_mapped_as_its_pure_function(way: str) -> None:
     model = Deep(*WAYS[way])
     plain, params = pure(model)
     expected = jax.jit(jax.grad(plain))(params, X, Y)
@@ -162,7 +162,7 @@ def test_a_private_step(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["scan-of-remat", "scan-of-jit", "scan-of-remat-along-axis-1", "scan-of-cond"])
-def test_statistics_that_move_end_up_in_the_model_and_are_refused_for_each_sample(way: str) -> None:
+def test_updated_statistics_are_kept_but_refused_per_sample(way: str) -> None:
     model, twin = (Deep(*WAYS[way], norm=True) for _ in range(2))
     assert_close(grad(loss)(model, X, Y), nnx.grad(loss)(twin, X, Y))
     assert_close(nnx.state(model, nnx.BatchStat), nnx.state(twin, nnx.BatchStat))

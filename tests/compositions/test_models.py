@@ -1,4 +1,4 @@
-"""Transforms of transforms of models that keep state, and of ensembles."""
+"""Compositions of transforms with stateful models and ensembles."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ X = np.array([0.5, -1.0, 2.0], np.float32)
 
 
 class Cube(nnx.Module):
-    """w x³, which counts how often it ran."""
+    """w x³, with a count of its calls."""
 
     def __init__(self) -> None:
         self.w = nnx.Param(jnp.array([1.0, 2.0, 3.0]))
@@ -88,7 +88,7 @@ def test_a_model_under_several_transforms_runs_once() -> None:
     assert jacfwd(jacrev(model)).__name__ == "jacfwd(jacrev(Cube))"
 
 
-def test_a_decorated_transform_is_what_the_decorator_made() -> None:
+def test_a_decorated_transform_keeps_its_decorator() -> None:
     transformed = grad(Cube().still)
 
     @functools.wraps(transformed)
@@ -118,7 +118,7 @@ def test_modules_of_a_derivative_that_share_a_variable_are_refused() -> None:
 
 
 def test_derivatives_of_an_ensemble() -> None:
-    """An ensemble as an argument is what its members train, stacked; as the function it is all members at once."""
+    """As an argument, an ensemble gives its stacked trainable arrays; as a function, it is all members at once."""
     ens = Ensemble.create(lambda rngs: nnx.Linear(3, 2, rngs=rngs), 4, seed=0)
     for transform in (jacfwd, jacrev, jacobian):
         by_input = transform(ens)(X)
@@ -134,7 +134,7 @@ def test_derivatives_of_an_ensemble() -> None:
     chex.assert_trees_all_close(dual(ens)(Dual(X, np.ones(3, np.float32))).tangent, along_ones, rtol=1e-6)
 
 
-def test_models_that_a_batch_shares() -> None:
+def test_models_shared_by_a_batch() -> None:
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     batch = np.stack([X, 2 * X, -X, X + 1])
     for rows in ("vmap", "independent"):
@@ -148,7 +148,7 @@ def test_models_that_a_batch_shares() -> None:
 
 
 def test_products_at_complex_points() -> None:
-    """As `jax` has them: a real function of complex numbers, gradient by its convention."""
+    """As in `jax`: real functions of complex numbers, with its gradient convention."""
     z = np.array([1 + 2j, -0.5j, 3.0], np.complex64)
     v = np.array([1j, 2.0, 1 - 1j], np.complex64)
     energy = lambda z: jnp.sum(jnp.abs(z) ** 2 + jnp.real(z**3))

@@ -1,4 +1,4 @@
-"""Module state of stacks: they do what their layers alone would, frozen, in half precision, drawn anew, from files."""
+"""Stacked layers act as their layers do one by one: frozen, in half precision, reinitialized, loaded from files."""
 
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ def test_a_stack_computes_in_half_precision_as_its_layers() -> None:
     assert mixed.layer.inner.kernel.dtype == jnp.float32
 
 
-def test_layers_of_a_stack_are_drawn_one_by_one(tmp_path: Path) -> None:
+def test_layers_of_a_stack_are_initialized_one_by_one(tmp_path: Path) -> None:
     calls: list[Any] = []
 
     def recording(key: Any, shape: Any, dtype: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`vmap`, in chunks or not, and `grad` of one another, under `jit` and `scan`, against closed forms in float64."""
+"""Compositions of `vmap`, chunked or not, and `grad`, under `jit` and `scan`, against closed forms in float64."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def assert_close(actual: Any, expected: Any) -> None:
     chex.assert_trees_all_close(actual, expected, rtol=1e-12, atol=1e-13)
 
 
-def test_the_helper_sees_differences() -> None:
+def test_the_helper_detects_differences() -> None:
     with pytest.raises(AssertionError, match="close"):
         assert_close(jnp.ones(2), jnp.ones(2) + 1e-10)
     with pytest.raises(AssertionError, match="dtype"):
@@ -40,7 +40,7 @@ def test_the_helper_sees_differences() -> None:
 
 
 def wave(w: Any, x: Any) -> Any:
-    """sin(w·x), whose gradients are cos(w·x)·x and cos(w·x)·w."""
+    """sin(w·x), with gradients cos(w·x)·x and cos(w·x)·w."""
     return jnp.sin(w @ x)
 
 

@@ -1,4 +1,4 @@
-"""Models that the tests of ensembles share."""
+"""Models and fixtures shared by the tests of ensembles."""
 
 import functools
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class Stateful(nnx.Module):
 
 
 class Convolutional(nnx.Module):
-    """A convolution and a dense layer, for (batch, 5, 4, 1)."""
+    """A convolution and a dense layer, for inputs (batch, 5, 4, 1)."""
 
     def __init__(self, rngs):
         self.conv = nnx.Conv(1, 2, (3, 2), rngs=rngs)
@@ -54,13 +54,13 @@ class Convolutional(nnx.Module):
 
 @pytest.fixture(autouse=True)
 def auto_goes_by_its_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless a test says otherwise: most ask what is computed, and to measure it would compile it six times."""
+    """Turn off measuring: it would compile each step six times, and most tests check only results."""
     monkeypatch.setitem(Trainer.__init__.__kwdefaults__, "tune_seconds", 0)
 
 
 @pytest.fixture
 def counted_checks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """Return a function of modules that returns the names of the checks of axes which these call from then on."""
+    """Return a function that counts the axis checks which the given modules call, by name."""
 
     def of(*modules: Any) -> list[str]:
         checks: list[str] = []
@@ -94,7 +94,7 @@ def convolutional() -> type:
 
 @pytest.fixture(scope="session")
 def create() -> Callable[..., Ensemble]:
-    """`Ensemble.create`, once for each model, size and seed: an ensemble never changes, so that tests can share it."""
+    """Return a cached `Ensemble.create`: ensembles are immutable, so tests can share them."""
 
     @functools.cache
     def created(make, size, seed=0):
@@ -130,7 +130,7 @@ def make_batches() -> Callable[..., list[Any]]:
 
 @pytest.fixture(scope="session")
 def leaves() -> Callable[[Any], list[np.ndarray]]:
-    """The arrays of a tree as NumPy, keys as their data."""
+    """Return the arrays of a tree as NumPy arrays, keys as their data."""
 
     def of(tree):
         def plain(x):
@@ -143,7 +143,7 @@ def leaves() -> Callable[[Any], list[np.ndarray]]:
 
 @pytest.fixture(scope="session")
 def assert_same(leaves) -> Callable[..., None]:
-    """Equal to the bit, or within `tolerance`, in structure, shapes and dtypes."""
+    """Assert equal structure, shapes and dtypes, and equal bits, or values within `tolerance`."""
 
     def check(a, b, tolerance=0.0):
         assert jax.tree.structure(a) == jax.tree.structure(b)

@@ -1,4 +1,4 @@
-"""Temperatures and conformal sets, against SciPy and the coverage that they promise."""
+"""Temperatures and conformal sets, against SciPy and the promised coverage."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from plurax.ensemble.calibration import (
 
 
 def data(batch=300, members=4, classes=5, seed=0):
-    """Logits that are sure by factors that differ between members, and labels."""
+    """Return logits whose confidence differs by a factor between members, and labels."""
     generator = np.random.default_rng(seed)
     labels = generator.integers(0, classes, batch)
     logits = generator.normal(size=(members, batch, classes)) + 1.2 * np.eye(classes)[labels]
@@ -74,7 +74,7 @@ class Test_temperature:
             assert precise.dtype == np.float64
             np.testing.assert_allclose(precise, [best_temperature(x, labels) for x in logits], rtol=1e-6)
 
-    def test_where_nothing_can_be_said(self):
+    def test_undefined_temperatures(self):
         logits, labels = data()
         ill = logits.copy()
         ill[2, 5, 1] = np.nan
@@ -108,7 +108,7 @@ class Test_sets:
     @pytest.mark.parametrize("score", ["probability", "cumulative"])
     @pytest.mark.parametrize(("error", "batch"), [(0.1, 99), (0.25, 30)])
     def test_hold_the_label_as_often_as_promised(self, score, error, batch):
-        """Over many draws of data to calibrate with; the model is wrong on purpose."""
+        """Over many draws of calibration data, with a deliberately wrong model."""
         repeats, new, classes = 3000, 20, 4
         generator = np.random.default_rng(1)
         labels = generator.integers(0, classes, (repeats, batch + new))
@@ -139,7 +139,7 @@ class Test_sets:
         sets = conformal_sets(p, threshold)
         np.testing.assert_array_equal(sets, 1 - p <= np.asarray(threshold)[:, None, None])
         by_sums = conformal_sets(p, conformal_threshold(p, labels, error=0.3, score="cumulative"), score="cumulative")
-        # Whatever is in such a set, all that is more probable is too.
+        # Such a set contains every class that is more probable than one in it.
         order = np.argsort(-p, axis=-1)
         inside = np.take_along_axis(np.asarray(by_sums), order, axis=-1)
         assert (np.diff(inside.astype(int), axis=-1) <= 0).all()
@@ -150,7 +150,7 @@ class Test_sets:
         assert np.isinf(threshold)
         assert conformal_sets(p, threshold).all()
 
-    def test_of_what_is_no_number_hold_everything(self):
+    def test_of_nan_hold_everything(self):
         p = np.float32([[0.9, 0.1], [np.nan, 0.5], [0.8, 0.2]])
         np.testing.assert_array_equal(conformal_sets(p, 0.15), [[True, False], [True, True], [False, False]])
         assert np.isnan(conformal_threshold(p, np.zeros(3, int), error=0.5))
@@ -171,7 +171,7 @@ class Test_sets:
 
 class Test_intervals:
     def test_an_error_of_half_precision_is_taken_as_it_is(self):
-        y = jnp.arange(70_000.0)  # more than float16 counts
+        y = jnp.arange(70_000.0)  # exceeds the largest float16
         radii = [conformal_radius(jnp.zeros(70_000), y, error=error) for error in (np.float16(0.1), 0.0999755859375)]
         assert float(radii[0]) == float(radii[1]) < 70_000
 
@@ -206,7 +206,7 @@ class Test_intervals:
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8])
 @pytest.mark.parametrize("classes", [256, 300])
-def test_labels_of_a_narrow_dtype_among_more_classes_than_it_counts(dtype, classes):
+def test_labels_of_a_narrow_dtype_with_more_classes_than_its_maximum(dtype, classes):
     logits, labels = data(batch=40, members=2, classes=classes)
     labels = labels % 128
     p = jax.nn.softmax(jnp.asarray(logits))

@@ -63,7 +63,7 @@ def test_perfect_and_hopeless_forecasts():
     assert 80 < nll < np.inf
 
 
-def test_entropy_of_certainty_is_zero_and_of_ignorance_the_logarithm():
+def test_entropy_is_zero_when_certain_and_the_logarithm_when_uniform():
     np.testing.assert_allclose(metrics.entropy(jnp.array([[1.0, 0.0, 0.0], [1 / 3] * 3])), [0, np.log(3)], rtol=1e-6)
 
 
@@ -92,7 +92,7 @@ def test_scores_refuse_other_labels_and_shapes(score, probabilities, labels):
 
 
 @pytest.mark.parametrize("bins", [0, -1, 1.5, True])
-def test_ece_refuses_a_number_of_bins_that_is_none(probabilities, labels, bins):
+def test_ece_refuses_invalid_numbers_of_bins(probabilities, labels, bins):
     with pytest.raises((TypeError, ValueError), match="bins must be (an int|at least 1), but got"):
         metrics.ece(probabilities[0], labels, bins=bins)
     same = [score(probabilities[0], labels, bins=np.uint8(9)) for score in (metrics.ece, metrics.adaptive_ece)]
@@ -101,8 +101,8 @@ def test_ece_refuses_a_number_of_bins_that_is_none(probabilities, labels, bins):
 
 @pytest.mark.parametrize("bins", [1, 13, 26])
 def test_each_bin_of_ece_holds_its_upper_end(bins):
-    # One example at the upper end of every bin and one in its middle: were an end counted in the next bin, it would
-    # change the sum, as right and wrong examples alternate from bin to bin.
+    # One example at the upper end of every bin and one in its middle. Right and wrong examples alternate from bin to
+    # bin, so counting an end in the next bin would change the sum.
     first = bins // 2 + 1
     ends = np.arange(first, bins + 1, dtype=np.float32) / np.float32(bins)
     middles = (np.arange(first, bins + 1) - 0.5).astype(np.float32) / np.float32(bins)
@@ -125,14 +125,14 @@ def test_ece_of_millions_of_examples_keeps_its_digits():
 
 @pytest.mark.parametrize("wrong", [-1, 5, 7])
 @pytest.mark.parametrize("score", SCORES)
-def test_labels_that_are_no_class_are_refused(score, wrong, probabilities, labels):
+def test_labels_out_of_range_are_refused(score, wrong, probabilities, labels):
     message = rf"labels must be in 0 to 4, but labels\[17\] is {wrong}; leave such examples out"
     labels = labels.at[17].set(wrong).at[23].set(9)
     with pytest.raises(ValueError, match=message):
         score(probabilities, labels)
     with pytest.raises(ValueError, match=message):
         score(probabilities, np.asarray(labels))
-    with pytest.raises(ValueError, match=message):  # a constant of what is traced
+    with pytest.raises(ValueError, match=message):  # a constant in the trace
         jax.jit(lambda p: score(p, labels))(probabilities)
     with pytest.raises(ValueError, match=message):
         jax.vmap(lambda p: score(p, labels))(probabilities)
@@ -140,7 +140,7 @@ def test_labels_that_are_no_class_are_refused(score, wrong, probabilities, label
 
 @pytest.mark.parametrize("wrong", [-1, -5, 5, 7])
 @pytest.mark.parametrize("score", SCORES)
-def test_traced_labels_that_are_no_class_make_the_score_nan(score, wrong, probabilities, labels):
+def test_traced_labels_out_of_range_make_the_score_nan(score, wrong, probabilities, labels):
     several = jnp.stack([labels, labels.at[17].set(wrong)])
     assert np.isnan(jax.jit(score)(probabilities, several[1])).all()
     mapped = jax.vmap(score, (None, 0))(probabilities, several)
@@ -155,7 +155,7 @@ def test_a_label_that_jax_would_wrap_into_a_class_is_refused(probabilities):
 
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8])
-def test_labels_of_a_narrow_dtype_score_among_more_classes_than_it_counts(score, dtype):
+def test_labels_of_a_narrow_dtype_score_with_more_classes_than_its_maximum(score, dtype):
     probabilities = jax.nn.softmax(jax.random.normal(jax.random.key(0), (2, 300)))
     labels = jnp.array([5, 100])
     np.testing.assert_array_equal(score(probabilities, labels.astype(dtype)), score(probabilities, labels))
@@ -204,7 +204,7 @@ def test_half_precision_is_scored_in_float32(score, dtype, probabilities, labels
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_half_precision_scores_more_examples_than_it_counts(dtype):
+def test_half_precision_scores_more_examples_than_its_maximum(dtype):
     probabilities = np.tile(np.array([[0.75, 0.25], [0.625, 0.375]], dtype), (100_000, 1))
     scores = [score(probabilities, np.tile([0, 1], 100_000)) for score in SCORES[:4]]
     nll, brier, ece = -np.log(0.75 * 0.375) / 2, 0.25**2 + 0.625**2, (0.25 + 0.625) / 2
@@ -272,7 +272,7 @@ def test_logits_are_not_scored_as_probabilities(score, wrong, probabilities, lab
 
 
 @pytest.mark.parametrize("score", OF_PROBABILITIES)
-def test_rounding_beyond_one_is_no_logit(score):
+def test_rounding_above_one_is_not_a_logit(score):
     probabilities = jnp.array([[1.004, -0.004], [0.25, 0.75]], jnp.bfloat16)
     assert np.isfinite(score(probabilities, jnp.array([0, 1])))
 

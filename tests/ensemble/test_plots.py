@@ -1,4 +1,4 @@
-"""Pictures show what they say, and runs are written for TensorBoard."""
+"""Plots show the given values, and runs are written for TensorBoard."""
 
 import sys
 
@@ -96,7 +96,7 @@ def test_groups_have_short_labels_that_differ(values, labels):
         ("tensorboardX", TensorBoard, "tensorboard"),
     ],
 )
-def test_what_is_missing_is_named(monkeypatch, tmp_path, module, use, extra):
+def test_a_missing_extra_is_named(monkeypatch, tmp_path, module, use, extra):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ModuleNotFoundError, match=rf"install it with: pip install 'plurax\[{extra}\]'"):
         use(tmp_path)

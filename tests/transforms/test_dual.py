@@ -44,13 +44,13 @@ class Gain(nnx.Module):
 
 
 def assert_dual(actual: Any, expected: tuple[Any, Any], rtol: float = 1e-6) -> None:
-    """A `Dual` with the structures, shapes, dtypes and values of what `jax.jvp` gives."""
+    """Assert that a `Dual` has the structures, shapes, dtypes and values of `jax.jvp`'s result."""
     assert isinstance(actual, Dual)
     chex.assert_trees_all_equal_shapes_and_dtypes((actual.primal, actual.tangent), expected)
     chex.assert_trees_all_close((actual.primal, actual.tangent), expected, rtol=rtol, atol=rtol)
 
 
-def test_the_helper_sees_differences() -> None:
+def test_the_helper_detects_differences() -> None:
     assert_dual(Dual(jnp.ones(2), jnp.zeros(2)), (jnp.ones(2), jnp.zeros(2)))
     for wrong in (Dual(jnp.ones(2), jnp.ones(2)), Dual(jnp.ones(2, jnp.bfloat16), jnp.zeros(2, jnp.bfloat16)), 1.0):
         with pytest.raises(AssertionError):
@@ -98,7 +98,7 @@ def test_float64() -> None:
         pytest.param(lambda f, x: f(x, jnp.array(3.0), mode="cube"), id="string"),
     ],
 )
-def test_a_dual_may_stand_anywhere(call: Any) -> None:
+def test_duals_may_be_any_argument(call: Any) -> None:
     def fun(x: Any, factor: Any, mode: str = "cube") -> Any:
         assert mode == "cube"
         assert not isinstance(x, Dual)
@@ -245,7 +245,7 @@ def test_a_module_carries_tangents_on_its_parameters() -> None:
         pytest.param(nnx.jit(lambda m, x: m(x)), lambda f, m, t: f(Dual(m, t), X), id="of-nnx.jit"),
     ],
 )
-def test_a_module_may_stand_anywhere(fun: Any, call: Any) -> None:
+def test_modules_may_be_any_argument(fun: Any, call: Any) -> None:
     model = Gain(2.0)
     tangent = jax.tree.map(lambda p: p + 1, nnx.state(model, nnx.Param))
     assert_dual(call(dual(fun), model, tangent), (jnp.asarray(2 * X), jnp.asarray(3 * X)))
@@ -330,7 +330,7 @@ def test_a_tangent_unlike_the_primal_is_refused(primal: Any, tangent: Any, error
         Dual(primal, tangent)
 
 
-def test_parts_that_no_longer_fit_are_refused() -> None:
+def test_mismatched_parts_are_refused() -> None:
     broken = jax.tree.unflatten(jax.tree.structure(Dual(X, T)), [X, T[0]])
     with pytest.raises(ValueError, match=r"^dual: the tangent of `duals\[1\]` is an array of shape \(3,\)"):
         dual(lambda x, y: x * y)(Dual(X, T), broken)

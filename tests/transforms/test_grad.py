@@ -78,12 +78,12 @@ def untouched(before: list[Any], model: Any) -> bool:
 
 
 def assert_close(actual: Any, expected: Any) -> None:
-    """Equal structures, shapes and dtypes; close values."""
+    """Assert equal structures, shapes and dtypes; close values."""
     chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
     chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_helpers_see_differences() -> None:
+def test_the_helpers_detect_differences() -> None:
     with pytest.raises(AssertionError, match="close"):
         assert_close(jnp.ones(2), 1.01 * jnp.ones(2))
     with pytest.raises(AssertionError, match="dtype"):
@@ -95,11 +95,11 @@ def test_the_helpers_see_differences() -> None:
     assert not untouched(before, model)
 
 
-# The numbers of MindSpore's documentation.
+# The examples of MindSpore's documentation.
 
 
 @pytest.mark.parametrize(("cotangent", "factor"), [(1.0, [1, 1]), (jnp.array([1.0, 2.0]), [1, 2])])
-def test_positions_and_seeds_of_a_product(cotangent: Any, factor: Any) -> None:
+def test_positions_and_cotangents_of_a_product(cotangent: Any, factor: Any) -> None:
     x, y, z = jnp.array([1.0, 2.0]), jnp.array([-2.0, 3.0]), jnp.array([0.0, 3.0])
     gradients = grad(product, (1, 2), cotangent=cotangent)(x, y, z)
     chex.assert_trees_all_equal(gradients, tuple(jnp.array(g) * jnp.array(factor) for g in ([0.0, 6.0], [-2.0, 6.0])))
@@ -318,12 +318,12 @@ def test_a_cotangent_unlike_the_output_is_refused(cotangent: Any, error: type[Ex
     ],
     ids=str,
 )
-def test_argnums_that_select_nothing_are_refused_at_once(argnums: Any, error: type[Exception], match: str) -> None:
+def test_invalid_argnums_are_refused_at_once(argnums: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         value_and_grad(product, argnums)
 
 
-def test_what_cannot_be_called_is_refused() -> None:
+def test_non_callables_are_refused() -> None:
     with pytest.raises(TypeError, match=r"^grad: fun must be a function, a bound method or a module, but got 'f' of"):
         grad("f")
 
@@ -378,7 +378,7 @@ def test_arguments_that_cannot_be_differentiated_are_refused(
         (lambda x: nnx.Param(jnp.sum(x)), r"a pytree PyTreeDef\(CustomNode\(Param"),
     ],
 )
-def test_an_output_that_is_no_real_scalar_is_refused(out: Any, shown: str) -> None:
+def test_an_output_that_is_not_a_real_scalar_is_refused(out: Any, shown: str) -> None:
     with pytest.raises(TypeError, match=f"^grad: without a cotangent, fun must return one real .* returned {shown}"):
         grad(out)(X)
 
@@ -391,7 +391,7 @@ def test_an_output_without_arrays_is_refused(out: Any, cotangent: Any) -> None:
 
 
 def test_an_output_of_integers_is_refused() -> None:
-    """With a number for a cotangent it was taken for one whose gradient is zero."""
+    """Regression: with a scalar cotangent, it was treated as having a zero gradient."""
     for out, name in ((lambda x: jnp.round(x).astype(int), "output"), (lambda x: (x, x > 0), r"output\[1\]")):
         with pytest.raises(TypeError, match=f"^grad: `{name}` is an array of .*, but only floating-point arrays have"):
             grad(out, cotangent=1.5)(X)

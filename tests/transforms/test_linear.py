@@ -1,4 +1,4 @@
-"""`jvp`, `vjp` and `linearize` against those of JAX, of arrays and of modules, and what they refuse."""
+"""`jvp`, `vjp` and `linearize` of arrays and modules, against JAX's, and their errors."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def assert_close(actual: Any, expected: Any) -> None:
     chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_helper_sees_differences() -> None:
+def test_the_helper_detects_differences() -> None:
     with pytest.raises(AssertionError, match="close"):
         assert_close(jnp.ones(2), 1.01 * jnp.ones(2))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float64, jnp.complex64])
-def test_they_are_those_of_jax(dtype: Any) -> None:
+def test_values_equal_those_of_jax(dtype: Any) -> None:
     with jax.enable_x64(True):
         primals = (jnp.asarray(X, dtype), {"a": [jnp.asarray(2.0, dtype), None]})
         tangents = (jnp.asarray(V, dtype), {"a": [jnp.asarray(-1.0, dtype), None]})
@@ -57,7 +57,7 @@ def test_they_are_those_of_jax(dtype: Any) -> None:
         assert_close(pull(1.0), jax.vjp(fun, *primals)[1](jax.tree.map(jnp.ones_like, out)))
 
 
-def test_numbers_and_numpy_arrays_are_taken() -> None:
+def test_numbers_and_numpy_arrays_are_accepted() -> None:
     assert_close(jvp(lambda x, y: x * y, (3.0, np.ones(2)), (1, np.ones(2))), (3 * jnp.ones(2), 4 * jnp.ones(2)))
     assert jvp(lambda x, n: x * n, (1.0, 2), (1.0, FLOAT0)) == (2.0, 2.0)
     assert jvp(lambda x: x, [2.0], [1.0]) == (2.0, 1.0)
@@ -72,8 +72,8 @@ def test_maps_of_linear_functions() -> None:
 
 
 @pytest.mark.parametrize("linear", [vjp, linearize])
-def test_what_they_return_goes_through_transforms_and_is_called_outside(linear: Any) -> None:
-    """As that of JAX: through jit, vmap and scan, and as an argument of them."""
+def test_returned_functions_pass_through_transforms(linear: Any) -> None:
+    """As in JAX, the returned functions pass through jit, vmap and scan, and as arguments of these."""
     tree = {"a": [jnp.float32(2.0), None]}
     plain = getattr(jax, linear.__name__)
     out = plain(fun, X, tree)[0]
@@ -113,7 +113,7 @@ def test_a_jitted_function_of_them_is_traced_once(linear: Any) -> None:
 
 
 @pytest.mark.parametrize("linear", [vjp, linearize])
-def test_those_of_modules_leave_transforms_too(linear: Any) -> None:
+def test_returned_functions_of_modules_pass_through_transforms(linear: Any) -> None:
     model, x = Counted(), X[0]
     tangent = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
     linear_map = nnx.jit(lambda model, x: linear(lambda m, x: m(x), model, x)[1])(model, x)
@@ -172,7 +172,7 @@ def test_gradients_of_a_module_are_added_to_references() -> None:
     assert_close((place[...], by_x), (1 + slope * X[0] * V[0], slope * model.gain[...] * V[0]))
 
 
-def test_equinox_modules_take_part_with_their_arrays() -> None:
+def test_equinox_modules_are_differentiated_by_their_arrays() -> None:
     model, xs = eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0)), X
     loss = lambda model, xs: jnp.sum(jax.vmap(model)(xs) ** 2)
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
@@ -192,7 +192,7 @@ def test_equinox_modules_take_part_with_their_arrays() -> None:
     chex.assert_trees_all_close((sums, by_xs), gradients, rtol=1e-5, atol=1e-5)
 
 
-def test_references_that_do_not_fit_are_refused() -> None:
+def test_mismatched_references_are_refused() -> None:
     pull = vjp(fun, X, {"a": [2.0, None]})[1]
     with pytest.raises(TypeError, match=r"^vjp: with_refs must be a tuple with one entry for each of the 2 primals"):
         pull.with_refs(AD.DontWant())
@@ -200,7 +200,7 @@ def test_references_that_do_not_fit_are_refused() -> None:
         pull.with_refs(AD.GradValue(), AD.DontWant())
 
 
-def test_devices_of_a_shard_map_pull_back_numbers() -> None:
+def test_vjp_functions_inside_a_shard_map() -> None:
     mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     pulled = jax.shard_map(lambda x: vjp(jnp.sin, x)[1](2.0)[0], mesh=mesh, in_specs=jax.P("i"), out_specs=jax.P("i"))
     assert_close(pulled(X), 2 * np.cos(X))
@@ -216,7 +216,7 @@ def test_aux_may_be_anything() -> None:
     assert (out, push(1.0), found) == (9.0, 6.0, aux)
 
 
-def test_modules_take_part_with_their_parameters() -> None:
+def test_modules_are_differentiated_by_their_parameters() -> None:
     model = Counted()
     call = lambda model, x: model(x)
     tangent = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))

@@ -22,7 +22,7 @@ POINTS = np.array([-30.0, -2.0, -1.0, -0.5, -1e-8, 0.0, 1e-8, 1e-3, 0.3, 1.0, 2.
 
 
 def nested(fun: Callable[[Any], Any], order: int) -> Callable[[Any], Any]:
-    """The slow obvious reference: `jax.jvp` along ones, `order` times."""
+    """The reference: `order` nested `jax.jvp` along ones."""
     for _ in range(order):
         fun = functools.partial(along_ones, fun)
     return fun
@@ -33,14 +33,14 @@ def along_ones(fun: Callable[[Any], Any], x: Any) -> Any:
 
 
 def assert_close(actual: Any, expected: Any, rtol: float = 1e-5) -> None:
-    """Equal structures, shapes and dtypes; values that agree to `rtol` of the largest, infinities and NaN included."""
+    """Assert equal structures, shapes and dtypes; values to `rtol` of the largest, including infinities and NaN."""
     chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         scale = np.max(np.abs(np.where(np.isfinite(b), b, 0)), initial=1e-3)
         chex.assert_trees_all_close(a, b, rtol=rtol, atol=rtol * scale)
 
 
-def test_the_helper_sees_differences() -> None:
+def test_the_helper_detects_differences() -> None:
     with pytest.raises(AssertionError, match="close"):
         assert_close(jnp.ones(2), 1.01 * jnp.ones(2))
     with pytest.raises(AssertionError, match="dtype"):
@@ -51,7 +51,7 @@ def test_the_helper_sees_differences() -> None:
 
 @pytest.fixture
 def modes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The modes that calls have taken."""
+    """Return the list of modes used by calls."""
     taken: list[str] = []
     for mode, name in ((taylor._taylor, "taylor"), (taylor._nested, "nested")):
         monkeypatch.setattr(taylor, mode.__name__, functools.partial(record, taken, name, mode))
@@ -60,7 +60,7 @@ def modes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def record(taken: list[str], name: str, mode: Any, fun: Any, order: int, x: Any) -> Any:
     out = mode(fun, order, x)
-    taken.append(name)  # unless Taylor mode has given up
+    taken.append(name)  # not reached if Taylor mode raises
     return out
 
 
@@ -112,7 +112,7 @@ ELEMENTWISE: dict[str, Callable[[Any], Any]] = {
         for name in """
         abs acos acosh asin asinh atan atanh cbrt ceil cos cosh digamma erf erfc erf_inv exp exp2 expm1 floor is_finite
         lgamma log log1p logistic neg round rsqrt sign sin sinh sqrt square tan tanh
-        """.split()  # noqa: SIM905 (words read better)
+        """.split()  # noqa: SIM905 (more readable than a list)
         if name != "is_finite"
     },
     "cube": lambda x: lax.integer_pow(x, 3),
@@ -215,7 +215,7 @@ GRID = np.array([[0.0, -1.0, 0.5, 2.0], [1.0, 1.0, -0.3, 0.0], [-2.0, 0.7, 0.7, 
 
 
 def names_in(jaxpr: Any) -> set[str]:
-    """The primitives of a program and of the programs called in it."""
+    """Return the primitives of a program and of nested programs."""
     inner = [getattr(x, "jaxpr", x) for eqn in jaxpr.eqns for x in eqn.params.values() if hasattr(x, "eqns")]
     return {eqn.primitive.name for eqn in jaxpr.eqns}.union(*map(names_in, inner))
 
@@ -224,7 +224,7 @@ def names_in(jaxpr: Any) -> set[str]:
 def test_trusted_rules_are_exact(name: str, modes: list[str]) -> None:
     fun = EXACT[name]
     with jax.enable_x64(True):
-        if name not in {"split", "stack", "unstack"}:  # which are other primitives in some versions of JAX
+        if name not in {"split", "stack", "unstack"}:  # other primitives in some versions of JAX
             assert name in names_in(jax.make_jaxpr(fun)(GRID).jaxpr)
         for order in (1, 2, 5):
             functions = derivative(fun, order), derivative(jax.jit(fun), order), nested(fun, order)
@@ -335,7 +335,7 @@ def test_the_function_is_traced_once() -> None:
 # Composition.
 
 
-def test_other_arguments_are_held() -> None:
+def test_other_arguments_are_constant() -> None:
     fun = lambda x, y, *rest, scale, names=(): x**3 * y * scale + sum(rest)
     assert_close(
         derivative(fun, 2)(jnp.array(2.0), 3.0, 7.0, scale=jnp.array([1.0, 2.0]), names="ab"), jnp.array([36.0, 72.0])

@@ -1,4 +1,4 @@
-"""`vmap` on arrays: what `jax.vmap` does, every form of axes, and refusals before anything is traced."""
+"""`vmap` on arrays against `jax.vmap`, every form of axes, and errors before tracing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def convolve(x: Any, w: Any) -> Any:
 
 
 def total(tree: Any) -> Any:
-    """The sum of all arrays, with weights, so that no two of them may be swapped."""
+    """Return a weighted sum of all arrays, so that swapping two of them changes it."""
     return sum((i + 1) * jnp.sum(jnp.sin(leaf)) for i, leaf in enumerate(jax.tree.leaves(tree)))
 
 
@@ -54,7 +54,7 @@ def shifted(x: Any, y: Any = 0.0) -> Any:
     return x - y
 
 
-# The numbers of MindSpore's tutorial.
+# The examples of MindSpore's tutorial.
 
 LINE, WINDOW = jnp.arange(5.0), jnp.arange(1.0, 4.0)
 HYPER_X = jnp.array([[1.0, 2, 3, 4, 5], [2, 3, 4, 5, 6], [3, 4, 5, 6, 7]])
@@ -192,7 +192,7 @@ def test_axis_size_that_agrees_changes_nothing() -> None:
     chex.assert_trees_all_equal(vmap(jnp.sin, axis_size=2)(X), jnp.sin(X))
 
 
-def test_shared_and_split_keys_are_told_apart() -> None:
+def test_shared_and_split_keys_are_distinguished() -> None:
     keys = jax.random.split(jax.random.key(0), 3)
     draw = lambda key, x: x + jax.random.normal(key)
     shared = vmap(draw, (None, 0))(keys[0], jnp.zeros(3))
@@ -231,7 +231,7 @@ def test_any_axes_are_those_of_jax(data: st.DataObject) -> None:
     chex.assert_trees_all_equal(out, jax.vmap(fun, tuple(in_axes), out_axes)(*args), strict=True)
 
 
-# Refusals. Those of a call come before the function is traced.
+# Errors. Those of a call are raised before the function is traced.
 
 
 @pytest.mark.parametrize(
@@ -355,7 +355,7 @@ def test_an_output_that_is_mapped_needs_an_axis(chunk_size: int | None) -> None:
         vmap(jnp.sin, out_axes=None, chunk_size=chunk_size)(X)
 
 
-def test_later_changes_of_the_axes_given_do_not_matter() -> None:
+def test_later_changes_of_in_axes_have_no_effect() -> None:
     in_axes: list[Any] = [0, None]
     mapped = vmap(shifted, in_axes)
     in_axes[1] = 0

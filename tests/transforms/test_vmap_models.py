@@ -1,4 +1,4 @@
-"""`vmap` over models: modules as functions and as arguments, and ensembles as both."""
+"""`vmap` of models: modules as functions and as arguments, and ensembles as both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ XS = np.cos(np.arange(SIZE * 6.0, dtype=np.float32)).reshape(SIZE, 2, 3)
 
 
 class Gain(nnx.Module):
-    """Three gains, and in training a running mean of what came in."""
+    """Three gains, and in training a running mean of the inputs."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.gain = nnx.Param(rngs.normal((3,)))
@@ -83,7 +83,7 @@ def is_key(x: Any) -> bool:
 
 
 def assert_close(actual: Any, expected: Any) -> None:
-    """Equal structures, shapes, dtypes and keys; close values."""
+    """Assert equal structures, shapes, dtypes and keys; close values."""
     chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
     actual, expected = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, (actual, expected))
     chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
@@ -108,7 +108,7 @@ def members(ens: Ensemble) -> Ensemble:
     return ens.view(use_running_average=True)
 
 
-def test_the_helpers_see_differences(ens: Ensemble) -> None:
+def test_the_helpers_detect_differences(ens: Ensemble) -> None:
     model = ens[0]
     before = arrays(model)
     assert untouched(before, model)
@@ -147,7 +147,7 @@ def test_a_module_takes_every_kind_of_argument() -> None:
     assert_close(vmap(lambda x, *, model: model(x))(X, model=evaluating(gains)), X * gains.gain[...][:, None])
 
 
-def test_a_module_in_training_is_refused_and_left_as_it_was() -> None:
+def test_a_module_in_training_is_refused_and_unchanged() -> None:
     model = Gain(nnx.Rngs(0))
     before = arrays(model)
     message = r"^vmap: the mapped function changes the state of Gain \(`mean`\), which would be lost; .*nnx\.view\("
@@ -188,13 +188,13 @@ def test_a_module_that_changes_its_configuration_is_refused() -> None:
 @pytest.mark.parametrize("wrap", [nnx.jit, nnx.remat, jax.jit], ids=["nnx.jit", "nnx.remat", "jax.jit"])
 @pytest.mark.parametrize("outer", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
 def test_a_module_may_pass_through_inner_transforms(members: Ensemble, wrap: Any, outer: Any) -> None:
-    # nnx.jit and nnx.remat hand back every array of a module as a new one, changed or not.
+    # nnx.jit and nnx.remat return every array of a module as a new one, changed or not.
     call = wrap(lambda model, x: model(x))
     assert_close(outer(vmap(call))(members, XS), XS * members.trainable["gain"][:, None])
     assert_close(outer(vmap(call, (None, 0), chunk_size=2))(members[1], X), X * members[1].gain[...])
 
 
-def test_a_change_inside_an_inner_transform_is_seen(ens: Ensemble) -> None:
+def test_a_change_inside_an_inner_transform_is_detected(ens: Ensemble) -> None:
     with pytest.raises(ValueError, match=r"changes the state of Gain \(`mean`\), which would be lost"):
         vmap(nnx.jit(lambda model, x: model(x)))(ens, XS)
 
@@ -212,11 +212,11 @@ def test_a_module_that_is_returned_is_stacked() -> None:
     assert isinstance(out["model"], Gain)
     assert_close(out["model"].mean[...], 0.1 * X.mean(1))
     assert_close(ys, X * model.gain[...])
-    # What comes out can go in again: a module with an axis of its own.
+    # The output can be an input again: a module with mapped state.
     assert_close(vmap(lambda model, x: model(x))(evaluating(out["model"]), X), ys)
 
 
-def test_modules_are_made_by_a_map() -> None:
+def test_modules_are_constructed_in_a_map() -> None:
     keys = jax.random.split(jax.random.key(0), 5)
     made = vmap(lambda key: Gain(nnx.Rngs(key)))(keys)
     assert isinstance(made, Gain)
@@ -244,7 +244,7 @@ def test_modules_that_share_a_variable_are_refused() -> None:
         vmap(call, (None, None, 0))(first, first, X)
     with pytest.raises(ValueError, match=r"`first` and `second` share the variable `gain`; .* such as nnx\.Dict"):
         vmap(call, (None, None, 0))(first, {"b": second}, X)
-    wrong: Any = vmap(first)  # a type checker would refuse the call too
+    wrong: Any = vmap(first)  # type checkers reject the call too
     with pytest.raises(ValueError, match=r"`fun` and `model` share the variable"):
         wrong(X, model=first)
     pair = nnx.Dict(first=evaluating(first), second=evaluating(second))
@@ -256,7 +256,7 @@ def test_modules_that_share_a_variable_are_refused() -> None:
 
 
 @pytest.mark.parametrize("chunk_size", [None, 2])
-def test_an_ensemble_hands_its_members_what_the_axes_say(members: Ensemble, chunk_size: int | None) -> None:
+def test_an_ensemble_slices_arguments_by_in_axes(members: Ensemble, chunk_size: int | None) -> None:
     gains = np.asarray(members.trainable["gain"])[:, None]
     scale, shift = XS[:, 0, 0], XS[:, :, :1]
     for in_axes, args, kwargs, expected in [
@@ -288,7 +288,7 @@ def test_an_ensemble_as_the_function_is_checked(ens: Ensemble) -> None:
 
 
 def train(model: Any, x: Any) -> tuple[Any, jax.Array]:
-    """A user's own step, which knows nothing of ensembles."""
+    """A user's training step, written without ensembles in mind."""
     assert isinstance(model, nnx.Module)
     value, gradients = value_and_grad(lambda model: model.loss(x))(model)
     nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model, nnx.Param), gradients))
@@ -332,7 +332,7 @@ def test_a_step_that_updates_in_place_under_nnx_jit_trains_every_member(ens: Ens
         vmap(lambda *args: step(*args)[0])(ens, optimizers, XS)
 
 
-def test_a_copy_of_a_member_comes_back_as_an_ensemble(ens: Ensemble, members: Ensemble) -> None:
+def test_a_returned_copy_of_a_member_becomes_an_ensemble(ens: Ensemble, members: Ensemble) -> None:
     out = vmap(lambda model: [nnx.clone(model), 1.0])(ens)
     assert isinstance(out[0], Ensemble)
     assert_close(out[0], ens)
@@ -362,7 +362,7 @@ def test_a_teacher_and_its_students_are_mapped_together(members: Ensemble) -> No
     assert_close(vmap(difference, (0, None, None))(members, members[2], X[0]), X[0] * (gains - gains[2]))
 
 
-def test_an_ensemble_that_is_shared_arrives_whole(members: Ensemble) -> None:
+def test_a_shared_ensemble_is_not_sliced(members: Ensemble) -> None:
     def call(ensemble: Any, x: Any) -> jax.Array:
         assert isinstance(ensemble, Ensemble)
         return ensemble(x)
@@ -408,8 +408,8 @@ def test_members_of_an_apply_function_carry_their_state() -> None:
         vmap(lambda model, x: step(model, x)[1])(made, XS)
 
 
-def test_axes_that_an_ensemble_has_not_are_refused(ens: Ensemble) -> None:
-    # Two members of shape (2, 2): nothing but the check stands between a wrong axis and wrong numbers.
+def test_invalid_axes_of_an_ensemble_are_refused(ens: Ensemble) -> None:
+    # Two members of shape (2, 2): without the check, a wrong axis would give wrong numbers.
     square = Ensemble.from_apply(jnp.dot, [np.ones((2, 2)), np.zeros((2, 2))])
     call = lambda model, *rest: model
     for in_axes in (1, (-1,), np.int64(-2)):
@@ -439,7 +439,7 @@ def test_a_gradient_whose_slices_lack_the_batch_axis_points_to_per_sample_grad()
         return ((model(x) - y) ** 2).sum(axis=1).mean()
 
     for transform in (grad, value_and_grad):
-        with pytest.raises(Exception) as raised:  # noqa: PT011 (Flax's own; the note is what is looked at)
+        with pytest.raises(Exception) as raised:  # noqa: PT011 (an error of Flax; the note is tested)
             vmap(transform(loss), in_axes=(None, 0, 0))(model, x, y)
         notes = "".join(raised.value.__notes__)
         assert "use plurax.transforms.per_sample_grad(loss, batch_argnums=(1, 2))" in notes

@@ -1,7 +1,7 @@
-"""A user's script, which `tests/test_user_types.py` runs and has checked by mypy and pyright.
+"""A user's script that `tests/test_user_types.py` runs and checks with mypy and pyright.
 
-The comment after a `reveal_type` is the type that both show, by its last name. Both report an error in each line of
-`wrong`, and none elsewhere.
+The comment after a `reveal_type` is the type that both show, without module names. Both report an error in each line
+of `wrong`, and none elsewhere.
 """
 
 import tempfile
@@ -171,7 +171,7 @@ reveal_type(dp.init({"w": X}, key=KEY).model)  # dict[str, Array]
 
 
 def wrong() -> None:
-    """Each line has an error; it is never called."""
+    """Every line has an error; never called."""
     Trainer(loss, optax.adam, strategy="vmpa")
     Trainer(loss, optax.adam, nonfinite="stop")
     ens.predict(X, kind="regresion")

@@ -1,4 +1,4 @@
-"""`strategy="auto"`: what is measured, chosen and remembered."""
+"""`strategy="auto"`: measuring, choosing and remembering an execution."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VMAP, MAP, UNROLL, LOOP = (Execution(name) for name in ("vmap", "map", "unroll",
 
 
 def made_up(seconds: Callable[[Execution], float], bytes_: Callable[[Execution], int] = lambda _: 100) -> Any:
-    """Steps that take the time and the memory they are told, without a program; and a count of them."""
+    """Return mock measurements with given time and memory, and a count of the steps."""
     steps: dict[Execution, int] = {}
 
     def seconds_of(execution: Execution, count: int) -> float:
@@ -87,7 +87,7 @@ class Test_the_search:
         with pytest.raises(ValueError, match="memory_budget=5 B: the smallest found is 10 B, for loop"):
             search((one_fails, trial[1]), size=64, budget=5)
 
-    def test_a_copy_for_each_member_is_not_compiled_for_minutes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_long_compilations_of_unrolled_members_are_avoided(self, monkeypatch: pytest.MonkeyPatch) -> None:
         now = iter(range(1000))
         monkeypatch.setattr(autotune.time, "perf_counter", lambda: float(next(now)))
         trial, steps = made_up(lambda _: 0.01)
@@ -105,8 +105,8 @@ class Test_the_search:
         assert LOOP not in steps
 
     @pytest.mark.parametrize("step", [0.001, 0.1, 3.0])
-    def test_the_time_is_kept(self, step: float) -> None:
-        """But for the step that is under way, and one of the first candidate."""
+    def test_the_time_limit_is_kept(self, step: float) -> None:
+        """Except for the step in progress, and one step of the first candidate."""
         trial, steps = made_up(lambda _: step)
         found = search(trial)
         assert found.seconds <= 5 + step
@@ -115,7 +115,7 @@ class Test_the_search:
             assert "no time was left" in {one.note for one in found.candidates}
 
     def test_one_odd_step_does_not_decide(self) -> None:
-        """The first after compiling is slow, and one now and then."""
+        """The first step after compiling is slow, and an occasional later one."""
         count = {VMAP: 0}
 
         def seconds(execution: Execution) -> float:
@@ -144,14 +144,14 @@ class Test_the_search:
         with pytest.raises(NotImplementedError, match="no batching rule"):
             search((fail, trial[1]))
 
-    def test_of_two_as_quick_the_smaller(self) -> None:
+    def test_of_two_equally_fast_candidates_the_smaller_is_chosen(self) -> None:
         trial, _ = made_up(
             lambda one: {VMAP: 0.0100, MAP: 0.0102, LOOP: 0.011}.get(one, 0.02), lambda one: 100 * len(str(one))
         )
         found = search(trial)
         assert found.chosen == MAP
 
-    def test_too_little_memory_for_all_leaves_it_to_the_rule(self) -> None:
+    def test_the_rule_applies_when_no_candidate_fits_memory(self) -> None:
         def fail(*_: Any) -> float:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
 
@@ -168,13 +168,13 @@ class Test_the_search:
 
 @pytest.fixture
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a new process."""
+    """Clear the remembered choices, as in a new process."""
     monkeypatch.setattr(autotune, "_remembered", {})
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What was measured so far, and what came of it."""
+    """Return the list of all measurements made so far."""
     found: list[Any] = []
 
     def measure(*args: Any, **kwargs: Any) -> Any:
@@ -205,7 +205,7 @@ class Test_a_trainer:
         state = trainer.init(Ensemble.create(plain, 2, seed=1))
         trainer.step(state, other)
         assert len(measured) == 4
-        for _ in range(2):  # where steps take over the memory of the state, another may be the quickest
+        for _ in range(2):  # with a donated state, another candidate may be the quickest
             trainer.fit(state, [other], progress=False)
             assert len(measured) == 5
 
@@ -231,9 +231,7 @@ class Test_a_trainer:
             assert str(again.explain()) == str(measured[-1])
         assert [path.name for path in folder.iterdir()] == [file.name]
 
-    def test_goes_by_the_rule_where_nothing_is_to_be_measured(
-        self, plain, cross_entropy, make_batches, measured
-    ) -> None:
+    def test_follows_the_rule_where_nothing_can_be_measured(self, plain, cross_entropy, make_batches, measured) -> None:
         batch = make_batches(1)[0]
         self.train(plain, cross_entropy, batch, tune_seconds=0)
 
@@ -245,7 +243,7 @@ class Test_a_trainer:
         assert not measured
         assert trainer.explain() is None
 
-    def test_refuses_other_places_to_remember(self, tmp_path, plain, cross_entropy, make_batches) -> None:
+    def test_refuses_invalid_cache_locations(self, tmp_path, plain, cross_entropy, make_batches) -> None:
         (tmp_path / "file").write_text("")
         with pytest.raises(ValueError, match="tune_cache must be a directory, but '.*file' is a file"):
             Trainer(cross_entropy, optax.sgd(0.1), tune_cache=tmp_path / "file")
@@ -254,17 +252,13 @@ class Test_a_trainer:
         with pytest.warns(UserWarning, match=r"tune_cache='.*file/inside' cannot be written"):
             self.train(plain, cross_entropy, make_batches(1)[0], tune_cache=tmp_path / "file" / "inside")
 
-    def test_measures_nothing_inside_of_a_trace_of_something_else(
-        self, plain, create, cross_entropy, make_batches, measured
-    ) -> None:
+    def test_measures_nothing_inside_another_trace(self, plain, create, cross_entropy, make_batches, measured) -> None:
         trainer, batch = Trainer(cross_entropy, optax.sgd(0.1), tune_seconds=1.0), make_batches(1)[0]
         state = trainer.init(create(plain, 2))
         jax.jit(lambda i: trainer.step(state, batch)[1]["loss"] + i)(0.0)
         assert not measured
 
-    def test_what_a_checkpoint_had_gives_way_to_what_is_asked_for(
-        self, plain, create, cross_entropy, make_batches
-    ) -> None:
+    def test_options_override_those_of_a_checkpoint(self, plain, create, cross_entropy, make_batches) -> None:
         state, batch = Trainer(cross_entropy, optax.sgd(0.1)).init(create(plain, 8)), make_batches(1)[0]
         batched = Trainer(cross_entropy, optax.sgd(0.1), strategy="vmap", memory_budget="1MiB")
         assert batched._stepper.advance(state, batch, Execution("loop"))[2] == Execution("vmap")
@@ -284,7 +278,7 @@ class Test_a_trainer:
         assert Trainer(cross_entropy, optax.sgd(0.1)).explain() is None
         assert "Nothing was measured" in capsys.readouterr().out
 
-    def test_goes_on_with_the_same_products_to_the_bit(
+    def test_resumes_with_the_same_products_bit_for_bit(
         self, tmp_path, convolutional, create, cross_entropy, make_batches, assert_same, monkeypatch
     ) -> None:
         choice = Execution("map", products=True)
@@ -296,7 +290,7 @@ class Test_a_trainer:
         auto().fit(auto().init(ens), batches[:2], progress=False, checkpoint_dir=tmp_path)
         manifest = json.loads((tmp_path / "step_00000002" / "plurax.json").read_text())
         assert [manifest[name] for name in Execution._fields] == list(choice)
-        monkeypatch.setattr("plurax.ensemble._execution.stepper.tune", lambda *_, **__: pytest.fail("measured anew"))
+        monkeypatch.setattr("plurax.ensemble._execution.stepper.tune", lambda *_, **__: pytest.fail("measured again"))
         monkeypatch.setattr(autotune, "_remembered", {})
         resumed, _ = auto().fit(auto().init(ens), batches, progress=False, checkpoint_dir=tmp_path)
         assert_same(resumed, whole)
@@ -316,7 +310,7 @@ class Test_a_trainer:
     def test_stays_within_a_budget(
         self, plain, cross_entropy, make_batches, create, assert_same, strategy, seconds
     ) -> None:
-        """Members whose temporaries are large: a batch of 64."""
+        """Members with large temporaries: a batch of 64."""
         batch = tuple(np.concatenate([x] * 16) for x in make_batches(1)[0])
         options = {"memory_budget": "24KiB", "strategy": strategy, "tune_seconds": seconds}
         trainer = self.train(plain, cross_entropy, batch, 16, **options)

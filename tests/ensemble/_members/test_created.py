@@ -1,7 +1,7 @@
-"""Created members are those of their own keys, to an ulp.
+"""Each created member equals a model built from its own key, to an ulp.
 
-The last bits are the compiler's, which does not optimize while the tests run. So this file is also a script, that has
-the compiler as users have it.
+The last bits depend on the compiler, which does not optimize while the tests run. So this file is also a script that
+runs with the compiler's defaults.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from flax import nnx
 
 from plurax.ensemble import Ensemble
 
-# For each: the model, and the seed, or of which kind the key is.
+# For each name: the model, and the seed or the kind of key.
 WAYS = {
     "0": ("Stateful", 0),
     "12": ("Stateful", 12),
@@ -49,7 +49,7 @@ def created(make, seed):
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """What went wrong: a traceback, or nothing."""
+    """Return a traceback, or an empty string, by name."""
     environment = {**os.environ, "XLA_FLAGS": ""}
     command = [sys.executable, __file__]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
@@ -63,7 +63,7 @@ def test_created_members_are_those_of_their_own_keys(way, outcomes):
     assert not outcomes[way], outcomes[way]
 
 
-def test_two_ulps_would_be_seen():
+def test_two_ulps_are_detected():
     with pytest.raises(AssertionError, match="1 ULP"):
         assert_to_an_ulp(np.ones(2, np.float32), np.ones(2, np.float32) + 2**-22)
 
@@ -72,11 +72,11 @@ def failure_of(way):
     name, seed = WAYS[way]
     try:
         created(getattr(importlib.import_module("conftest"), name), seed)
-    except Exception:  # whatever it is, the test shows it
+    except Exception:  # the test reports any error
         return traceback.format_exc()
     return ""
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1]))  # where conftest is, which pytest would find
+    sys.path.append(str(Path(__file__).parents[1]))  # for conftest.py, which pytest would find
     Path("/dev/stdout").write_text(json.dumps({way: failure_of(way) for way in WAYS}))

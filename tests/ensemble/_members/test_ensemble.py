@@ -46,7 +46,7 @@ def test_make_is_traced_once(plain):
     assert len(calls) == 1
 
 
-def test_calling_shows_every_member_the_same(ens):
+def test_calling_gives_every_member_the_same_input(ens):
     np.testing.assert_allclose(ens(X), [member(X) for member in ens], rtol=1e-6, atol=1e-7)
 
 
@@ -63,7 +63,7 @@ def test_calling_with_axes_for_each_argument(ens):
 
 
 @pytest.mark.parametrize("flip", [False, True])
-def test_arguments_that_are_no_arrays_reach_the_members_as_they_are(ens, flip):
+def test_non_array_arguments_reach_the_members_unchanged(ens, flip):
     expected = np.stack([member(X, flip=flip) for member in ens])
     np.testing.assert_allclose(ens(X, flip=flip), expected, rtol=1e-6, atol=1e-7)
     np.testing.assert_allclose(ens(X, 1.0, flip), expected, rtol=1e-6, atol=1e-7)
@@ -110,7 +110,7 @@ def test_indexing(ens, assert_same):
     assert isinstance(ens[1:2], Ensemble)
 
 
-def test_a_member_taken_out_is_independent(ens):
+def test_an_extracted_member_is_independent(ens):
     before = ens(X)
     member = ens[1]
     member.first.kernel[...] = jnp.zeros((4, 5))
@@ -119,7 +119,7 @@ def test_a_member_taken_out_is_independent(ens):
 
 def test_the_arguments_of_a_call_are_checked_once(ens, counted_checks):
     checks = counted_checks(call, _vmap)
-    ens(EACH[:, :1], in_axes=0)  # of a shape that is not compiled yet
+    ens(EACH[:, :1], in_axes=0)  # a shape that is not compiled yet
     assert sorted(checks) == ["axes_per_argument", "mapped_size"]
 
 
@@ -141,7 +141,7 @@ def test_it_passes_through_jit_and_tree_map(ens, assert_same):
 
 @pytest.fixture(scope="module")
 def square():
-    """Three members of three by three: a slice has the shape of something else."""
+    """Three members with 3 by 3 kernels, so that slices have plausible shapes."""
     return Ensemble.create(lambda rngs: nnx.Linear(3, 3, rngs=rngs), 3, seed=0)
 
 
@@ -175,12 +175,12 @@ def square():
         lambda use, ens: use(jax.tree.map(lambda x: x[None], ens)),
     ],
 )
-def test_what_knows_no_members_does_not_slice_them_in_silence(square, over, use):
+def test_code_unaware_of_members_does_not_silently_slice_them(square, over, use):
     with pytest.raises(ValueError, match="their axis 0 is not the members"):
         over(use, square)
 
 
-def test_ensembles_that_are_stacked_are_ensembles_again_where_they_are_mapped(ens):
+def test_stacked_ensembles_are_ensembles_when_mapped(ens):
     both = jax.tree.map(lambda *arrays: jnp.stack(arrays), ens, Ensemble.create(type(ens[0]), 3, seed=1))
     found = jax.vmap(lambda e, x: (e(x), len(e)), (0, None), (0, None))(both, X)
     np.testing.assert_allclose(found[0][0], ens(X), rtol=1e-6, atol=1e-7)
@@ -188,7 +188,7 @@ def test_ensembles_that_are_stacked_are_ensembles_again_where_they_are_mapped(en
 
 
 def test_an_ensemble_of_axes_or_of_shardings_is_a_prefix_of_any(square):
-    """Entries for its arrays that are none."""
+    """An ensemble may hold axes or shardings in place of its arrays."""
     x, axes = jnp.ones((3, 3)), Ensemble(square.structure, 0, None)
     both = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), square)
     found = jax.vmap(lambda e: e(x), (axes,))(both)
@@ -200,7 +200,7 @@ def test_an_ensemble_of_axes_or_of_shardings_is_a_prefix_of_any(square):
         jax.vmap(lambda e: e(x), (axes,))(square)
 
 
-def test_an_ensemble_that_is_built_of_slices_is_refused_and_one_that_is_mapped_is_not(square):
+def test_an_ensemble_built_from_slices_is_refused_but_not_a_mapped_one(square):
     x = jnp.ones((3, 3))
     built = jax.vmap(lambda e: Ensemble(e.structure, e.trainable, e.rest))(square)
     with pytest.raises(ValueError, match="their axis 0 is not the members"):
@@ -219,7 +219,7 @@ def test_an_ensemble_is_carried_through_a_loop(ens):
 
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit])
 @pytest.mark.parametrize("chunk_size", [None, 2])
-def test_members_that_a_mapped_function_returns_are_an_ensemble_of_the_same_kind(ens, around, chunk_size):
+def test_members_returned_by_a_mapped_function_form_an_ensemble_of_the_same_kind(ens, around, chunk_size):
     back = around(vmap(lambda m: m, chunk_size=chunk_size))(ens)
     assert jax.tree.structure(back) == jax.tree.structure(ens)
     np.testing.assert_array_equal(back(X), ens(X))
@@ -241,7 +241,7 @@ def test_shared_weights_stay_shared(leaves):
     np.testing.assert_allclose(ens(X), [member(X) for member in ens], rtol=1e-6, atol=1e-7)
 
 
-def test_mixed_dtypes_and_keys_are_stacked_as_they_are():
+def test_mixed_dtypes_and_keys_are_stacked_unchanged():
     class Mixed(nnx.Module):
         def __init__(self, rngs):
             self.half = nnx.Param(jnp.ones((2, 1), jnp.bfloat16))
@@ -259,7 +259,7 @@ def test_mixed_dtypes_and_keys_are_stacked_as_they_are():
 
 
 class Held(nnx.Module):
-    """Variables that hold pytrees."""
+    """A module whose variables hold pytrees."""
 
     def __init__(self, rngs, width=3):
         self.weights = nnx.Param({"w": rngs.params.normal((4, width)), "b": [jnp.zeros(width)]})
@@ -318,7 +318,7 @@ def test_members_come_in_any_sequence(plain, collect, assert_same):
 
 
 class Weak(nnx.Module):
-    """Its arrays are weakly typed, as `jnp.full` and Python's numbers make them."""
+    """A module with weakly typed arrays, as `jnp.full` and Python numbers make them."""
 
     def __init__(self, rngs):
         self.scale, self.offset = nnx.Param(jnp.full(3, 2.0)), nnx.Variable(0.5)
@@ -356,7 +356,7 @@ class Active(nnx.Module):
         return self.act(self.linear(x))
 
 
-def test_partials_made_anew_are_one_configuration():
+def test_recreated_partials_are_equal_configurations():
     members = [Active(nnx.Rngs(i), partial(nnx.gelu, approximate=False)) for i in range(3)]
     np.testing.assert_allclose(Ensemble.stack(members)(X), [member(X) for member in members], rtol=1e-5, atol=1e-6)
     nested = [Active(nnx.Rngs(i), partial(partial(jnp.add, i // 2), 1)) for i in range(2)]
@@ -406,7 +406,7 @@ def test_calling_indexing_viewing_and_predicting_change_nothing(stateful, leaves
 
 
 class Judged(nnx.Module):
-    """`eval` is something else here, and so is the training mode."""
+    """A module whose `eval` method is unrelated to evaluation mode."""
 
     def __init__(self, rngs):
         self.inner = nnx.Linear(4, 3, rngs=rngs)
@@ -416,12 +416,12 @@ class Judged(nnx.Module):
     def __call__(self, x):
         return self.own(self.dropout(self.inner(x)))
 
-    def eval(self, x, y):  # type: ignore[override]  # a module may call anything so
+    def eval(self, x, y):  # type: ignore[override]  # a module may define any `eval`
         raise AssertionError
 
 
 class _Own(nnx.Module):
-    """A module with an attribute of evaluation, and no `set_view`."""
+    """A module with `deterministic` but no `set_view`."""
 
     def __init__(self):
         self.deterministic = False
@@ -451,7 +451,7 @@ def test_the_gradient_of_an_ensemble_is_that_of_its_members(ens):
         np.testing.assert_allclose(gradient["first"]["kernel"][i], alone["first"]["kernel"][...], rtol=1e-5, atol=1e-6)
 
 
-def test_repr_says_what_it_holds(ens):
+def test_repr_shows_the_contents(ens):
     assert repr(ens) == "Ensemble of 3 × Plain, 43 parameters each"
 
 
@@ -476,7 +476,7 @@ class Noisy(nnx.Module):
 
 
 class Test_refusals:
-    def test_members_that_keep_one_rngs(self):
+    def test_members_that_share_an_rngs(self):
         rngs = nnx.Rngs(0)
         with pytest.raises(
             ValueError,
@@ -499,7 +499,7 @@ class Test_refusals:
             Ensemble.stack([member, member])
         assert len(Ensemble.stack([member, nnx.clone(member)])) == 2
 
-    def test_functions_made_anew(self):
+    def test_recreated_functions(self):
         def make(i, act):
             return Active(nnx.Rngs(i), act)
 
@@ -521,7 +521,7 @@ class Test_refusals:
         with pytest.raises(ValueError, match=r"at `a`: it has shape \(\) and dtype int32, but .* dtype float32"):
             pair(nnx.Variable(0.5), nnx.Variable(3))
 
-    def test_a_variable_that_holds_no_array(self):
+    def test_a_variable_without_an_array(self):
         def make(rngs):
             return nnx.Dict(name=nnx.Variable("text"))
 
@@ -534,7 +534,7 @@ class Test_refusals:
         with pytest.raises(ValueError, match="the list of members is empty"):
             Ensemble.stack([])
 
-    def test_no_list(self, plain):
+    def test_not_a_list(self, plain):
         with pytest.raises(TypeError, match="members must be a list of models"):
             Ensemble.stack(plain(nnx.Rngs(0)))
         with pytest.raises(TypeError, match="members must be a list of models, but got 'ab' of type str"):
@@ -544,7 +544,7 @@ class Test_refusals:
         with pytest.raises(TypeError, match=r"^Ensemble.stack: .*, but got .{0,120} of type Sequential\.$"):
             Ensemble.stack(nnx.Sequential(*[plain(nnx.Rngs(i)) for i in range(9)]))
 
-    def test_a_member_that_is_no_model(self, plain):
+    def test_a_member_that_is_not_a_model(self, plain):
         with pytest.raises(TypeError, match="member 1 is function, not an NNX module; .*from_apply"):
             Ensemble.stack([plain(nnx.Rngs(0)), lambda x: x])
 
@@ -588,16 +588,16 @@ class Test_refusals:
     @pytest.mark.parametrize(
         ("size", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)]
     )
-    def test_a_size_that_is_none(self, plain, size, error):
+    def test_an_invalid_size(self, plain, size, error):
         with pytest.raises(error, match="size must be"):
             Ensemble.create(plain, size, seed=0)
 
     @pytest.mark.parametrize("seed", [1.5, None, "a", True, jnp.ones(2), jax.random.split(jax.random.key(0), 3)])
-    def test_a_seed_that_is_none(self, plain, seed):
+    def test_an_invalid_seed(self, plain, seed):
         with pytest.raises(TypeError, match="seed must be an int, a key such as .*, or 2 keys, but got"):
             Ensemble.create(plain, 2, seed=seed)
 
-    def test_make_that_makes_no_model(self):
+    def test_make_without_a_model(self):
         with pytest.raises(TypeError, match="make must be a function"):
             Ensemble.create(3, 2, seed=0)
         with pytest.raises(TypeError, match="make must return a model"):

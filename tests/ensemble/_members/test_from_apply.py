@@ -40,7 +40,7 @@ def equinox():
     return [eqx.nn.MLP(4, 3, 5, 1, key=jax.random.key(i)) for i in range(3)]
 
 
-def test_linen_variables_give_what_the_module_gives(linen):
+def test_linen_variables_give_the_results_of_the_module(linen):
     ens = Ensemble.from_apply(NORMED.apply, linen)
     expected = [NORMED.apply(variables, X) for variables in linen]
     np.testing.assert_allclose(ens(X, train=False), expected, rtol=1e-5, atol=1e-6)
@@ -55,7 +55,7 @@ def test_only_the_collection_params_of_linen_trains(linen, leaves):
     assert len(leaves(ens.rest)) == 2
 
 
-def test_linen_trains_as_alone_and_its_statistics_are_carried_along(linen, make_batches, assert_same):
+def test_linen_trains_as_alone_and_its_statistics_are_updated(linen, make_batches, assert_same):
     def loss(model, x, y):
         logits, updates = model(x, train=True, mutable=["batch_stats"])
         model.variables = {**model.variables, **updates}
@@ -108,7 +108,7 @@ def test_equinox_trains_as_alone(equinox, make_batches):
         np.testing.assert_allclose(state.ensemble[i](X), apply_mlp(model, X), rtol=1e-5, atol=1e-6)
 
 
-def test_bare_dictionaries_and_a_rule_for_what_trains(make_batches, assert_same):
+def test_plain_dictionaries_and_a_rule_for_trainable_arrays(make_batches, assert_same):
     variables = [{"w": jnp.full((4, 3), i + 1.0), "scale": jnp.ones(3), "steps": jnp.int32(i)} for i in range(2)]
     ens = Ensemble.from_apply(lambda v, x: x @ v["w"] * v["scale"], variables, trainable=lambda path, _: path == "w")
     trainer = Trainer(lambda model, x, y: (model(x) ** 2).mean(), optax.sgd(0.1))
@@ -173,14 +173,14 @@ def test_weak_types_become_strong_so_that_only_the_first_step_compiles():
     assert not traces
 
 
-def test_partials_made_anew_are_one_configuration():
+def test_recreated_partials_are_equal_configurations():
     variables = [{"w": jnp.full(4, i - 1.0), "f": partial(jax.nn.gelu, approximate=False)} for i in range(3)]
     ens = Ensemble.from_apply(lambda v, x: v["f"](x * v["w"]), variables)
     expected = [jax.nn.gelu(X * v["w"], approximate=False) for v in variables]
     np.testing.assert_allclose(ens(X), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_member_is_differentiated_in_what_trains(linen):
+def test_a_member_is_differentiated_by_its_trainable_arrays(linen):
     member = Ensemble.from_apply(NORMED.apply, linen)[0]
     gradient = grad(lambda m, x: (m(x) ** 2).sum())(member, X)
     expected = jax.grad(lambda p: (NORMED.apply({**linen[0], "params": p}, X) ** 2).sum())(linen[0]["params"])
@@ -201,7 +201,7 @@ def test_members_pass_through_jit_and_vmap(linen, equinox):
         )
 
 
-def test_a_state_that_a_call_leaves_must_be_returned(linen):
+def test_updated_state_must_be_returned(linen):
     ens = Ensemble.from_apply(NORMED.apply, linen)
 
     def train(model, x):
@@ -224,13 +224,13 @@ def test_one_member_is_loaded_from_a_checkpoint(tmp_path, linen, equinox, assert
         assert_same(load_member(tmp_path / name, 1, ens[0]), ens[1])
 
 
-def test_prediction_hands_keywords_to_the_apply_function(linen):
+def test_prediction_passes_keywords_to_the_apply_function(linen):
     ens = Ensemble.from_apply(NORMED.apply, linen)
     assert ens.predict(X, train=False).mean.shape == (2, 3)
 
 
 class Test_refusals:
-    def test_no_function_no_list_no_members(self):
+    def test_not_a_function_not_a_list_and_no_members(self):
         with pytest.raises(TypeError, match="apply must be a function"):
             Ensemble.from_apply(3, [1])
         with pytest.raises(TypeError, match="variables must be a list, one pytree per member, but got a dict"):
@@ -266,7 +266,7 @@ class Test_refusals:
         with pytest.raises(TypeError, match="the members are not NNX modules; pass options"):
             Ensemble.from_apply(lambda v: v, [jnp.ones(2)]).view(deterministic=True)
 
-    def test_a_loss_that_assigns_what_trains(self, make_batches):
+    def test_a_loss_that_assigns_trainable_arrays(self, make_batches):
         def loss(model, x, y):
             value = (model(x) ** 2).mean()
             model.variables = {"w": model.variables["w"] * 2}

@@ -1,4 +1,4 @@
-"""An ensemble over eight devices is what it is on one. This file is also the script that has them: tests have one."""
+"""An ensemble on eight devices gives the results of one device. This file is also the script that has eight devices."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from plurax.ensemble._execution.data_parallel import differs
 from plurax.ensemble._execution.executor import StepInputs
 from plurax.transforms import vmap
 
-# All in one worker: what they ask is found once.
+# All in one worker, which runs the script once.
 pytestmark = pytest.mark.xdist_group("eight devices")
 
 MEMBERS = 6
@@ -59,7 +59,7 @@ class MLP(nnx.Module):
         return self.out(self.dropout(nnx.tanh(self.norm(self.first(x)))))
 
 
-# Always the same functions, so that what is made of them is known again.
+# The same function objects each time, so that caches apply.
 SPREAD = partial(MLP, axis_name="data")
 DROPPING = partial(MLP, rate=0.5)
 SPREAD_DROPPING = partial(MLP, axis_name="data", rate=0.5)
@@ -71,7 +71,7 @@ def linear(rngs: nnx.Rngs) -> nnx.Module:
 
 @cache
 def created(make: Callable[..., Any], size: int = MEMBERS) -> Ensemble:
-    """Members on one device: each is traced and compiled once, and fewer of them are the first."""
+    """Create members on one device, tracing once: smaller ensembles are slices of the largest."""
     return created(make)[:size] if size < MEMBERS else Ensemble.create(make, size, seed=0)
 
 
@@ -80,7 +80,7 @@ MOMENTUM = optax.sgd(0.1, momentum=0.9)
 
 @cache
 def begun(make: Callable[..., Any], size: int, optimizer: Any, mesh: Any) -> Any:
-    """The state before the first step: no step changes it, and it is the same for every loss and strategy."""
+    """Return the state before the first step, shared by all losses and strategies."""
     return Trainer(square, optimizer, mesh=mesh).init(created(make, size))
 
 
@@ -108,7 +108,7 @@ def train(
     optimizer: Any = MOMENTUM,
     **o: Any,
 ) -> Any:
-    """A trainer, the state after three steps and their last metrics."""
+    """Return a trainer, the state after three steps and their last metrics."""
     trainer = Trainer(loss, optimizer, mesh=mesh, **{"strategy": "vmap", **o})
     state = begun(make, size, optimizer, mesh)
     for _ in range(3):
@@ -118,7 +118,7 @@ def train(
 
 @cache
 def alone(name: str) -> Any:
-    """What one device gives."""
+    """Return the state and metrics on one device."""
     kinds: dict[str, Any] = {
         "cnn": (CNN, cross_entropy, (IMAGES, LABELS)),
         "mlp": (MLP, square, (ROWS, TARGETS)),
@@ -128,7 +128,7 @@ def alone(name: str) -> Any:
 
 
 def reporting(value: Callable[[jax.Array], Any], model: Any, x: jax.Array, y: jax.Array) -> Any:
-    """The loss `square`, with a value of the batch beside it."""
+    """The loss `square`, with a reported value of the batch."""
     return square(model, x, y)[0], {"mine": value(x)}
 
 
@@ -150,7 +150,7 @@ def called(model: Any, x: jax.Array) -> jax.Array:
 
 
 def collectives(trainer: Trainer, state: Any, batch: Any) -> dict[str, set[str]]:
-    """What devices exchange in the compiled step, and in which groups."""
+    """Return the collectives of the compiled step with their replica groups."""
     inputs = StepInputs(state, batch, (None,) * len(batch))
     execution = trainer._stepper.choose(inputs, None, False, False)
     text = trainer._stepper.executor.lower(inputs, False, execution).compile().as_text()
@@ -163,7 +163,7 @@ def collectives(trainer: Trainer, state: Any, batch: Any) -> dict[str, set[str]]
 
 
 def as_on_one(shape: tuple[int, ...], strategy: str, kind: str) -> None:
-    """Parameters, optimizer state, metrics and outputs; six members do not divide over four devices, nor over eight."""
+    """Compare parameters, optimizer state, metrics and outputs; 6 members do not divide over 4 devices, nor over 8."""
     make: Any
     make, loss, batch = {"cnn": (CNN, cross_entropy, (IMAGES, LABELS)), "mlp": (MLP, square, (ROWS, TARGETS))}[kind]
     if kind == "mlp" and len(shape) == 2:
@@ -189,13 +189,13 @@ def as_on_one(shape: tuple[int, ...], strategy: str, kind: str) -> None:
 
 
 def held_by_each() -> None:
-    """No device holds another's members, from the start."""
+    """No device holds another's members, even at the start."""
     ensemble = Ensemble.create(CNN, 8, seed=0, mesh=mesh_of(4))
     assert_close(ensemble.trainable, created(CNN, 8).trainable)
     state = Trainer(cross_entropy, optax.adam(0.1), mesh=mesh_of(4)).init(ensemble)
     for leaf in jax.tree.leaves((ensemble, state.ensemble, state.opt_state)):
         assert [shard.data.shape[0] for shard in leaf.addressable_shards] == [2, 2, 2, 2]
-    # Six members do not divide over four devices: in a run each has two of them, with padding, and all six after it.
+    # Six members do not divide over four devices: in a run each device has two with padding, after it all six.
     trainer = Trainer(cross_entropy, optax.adam(0.1), mesh=mesh_of(4))
     in_run, _, _ = trainer._stepper.advance(trainer.init(created(CNN)), (IMAGES, LABELS), donate=True)
     assert {len(shard.data) for leaf in jax.tree.leaves(in_run.arrays) for shard in leaf.addressable_shards} == {2}
@@ -218,7 +218,7 @@ def a_batch_for_each() -> None:
 
 
 def random_numbers() -> None:
-    """Dropout draws the same with members on many devices, and others for each part of a batch."""
+    """Dropout draws the same numbers with members on many devices, and different ones for each part of a batch."""
     expected, expected_metrics = alone("dropout")
     _, state, metrics = train(DROPPING, square, (ROWS, TARGETS), mesh_of(4))
     assert_close((state.ensemble, metrics), (expected.ensemble, expected_metrics))
@@ -232,7 +232,7 @@ def random_numbers() -> None:
 
 
 def keys_in_the_batch() -> None:
-    """One key for each example is that example's, wherever it is; a single one is another for each part."""
+    """Per-example keys give the same numbers on any device; a single key gives different numbers for each part."""
 
     def noisy(m: Any, x: jax.Array, keys: jax.Array) -> jax.Array:
         return jnp.mean((m(x) + jax.vmap(lambda k: jax.random.normal(k, (2,)))(keys)) ** 2)
@@ -250,7 +250,7 @@ def keys_in_the_batch() -> None:
 
 
 def padded() -> None:
-    """Five members on four devices: rates of their own, and looks inside and outside of traces."""
+    """Five members on four devices, each with its own rate; states are read inside and outside of traces."""
     rates = [0.1, 0.2, 0.3, 0.05, 0.4]
     states = []
     for mesh in (None, mesh_of(4)):
@@ -261,19 +261,19 @@ def padded() -> None:
             jax.jit(lambda x, state=state: state.ensemble(x))(ROWS)
             assert len(state.ensemble) == 5
         assert_close(jax.jit(lambda state: state.ensemble(ROWS))(state), state.ensemble(ROWS))
-        state, _ = trainer.step(jax.tree.map(lambda x: x, state), (ROWS, TARGETS))  # made anew, without padding
+        state, _ = trainer.step(jax.tree.map(lambda x: x, state), (ROWS, TARGETS))  # rebuilt, without padding
         states.append(state)
     assert_close(states[1], states[0])
 
 
 def calls() -> None:
-    """Axes counted from behind, and arrays that are on one device."""
+    """Negative axes, and arrays on one device."""
     whole = created(linear, 4)
     spread = Trainer(square, optax.sgd(0.1), mesh=mesh_of(4)).init(whole).ensemble
     inputs = np.sin(np.arange(24.0, dtype=np.float32)).reshape(2, 4, 3)
     assert_close(spread(inputs, in_axes=-2), whole(inputs, in_axes=1))
     assert_close(spread(jax.device_put(ROWS, jax.devices()[0])), whole(ROWS))
-    # Explicit axes of a mesh are part of the type of an array; the members on one device are divided like it.
+    # Explicit mesh axes are part of an array's type; the members on one device are sharded like the array.
     explicit = jax.make_mesh((4,), ("rows",), axis_types=(AxisType.Explicit,))
     divided = jax.device_put(inputs.swapaxes(0, 1), NamedSharding(explicit, P("rows")))
     for ensemble in (whole, spread):
@@ -310,7 +310,7 @@ def refusals() -> None:
     with pytest.raises(ValueError, match=f"the loss reports `loss`, .* {not_a_mean}"):
         train(SPREAD, lambda m, x, y: jnp.sum(m(x) * y), (ROWS, TARGETS), data)
     key = jax.random.key(0)
-    # A loss that draws random numbers is not compared: the parts draw others than the whole.
+    # A loss that draws random numbers is not compared: the parts draw other numbers than the whole.
     train(linear, lambda m, x, k: jnp.mean(m(x) * jax.random.bernoulli(k, 0.5, (len(x), 2))), (ROWS, key), data)
     train(SPREAD_DROPPING, lambda m, x, y: jnp.mean(m(x) * y), (ROWS, TARGETS), data)
     for value in (lambda x: len(x), lambda x: jnp.float32(len(x)), lambda x: x.sum(), lambda x: jnp.sqrt(x.var())):
@@ -328,7 +328,7 @@ def refusals() -> None:
     traced = Trainer(lambda m, x, y: jnp.sum(m(x)), MOMENTUM, strategy="vmap", mesh=data)
     state = begun(linear, MEMBERS, MOMENTUM, data)
     jax.jit(traced.step)(state, (ROWS, TARGETS))
-    with pytest.raises(ValueError, match="the loss reports `loss`"):  # in a trace there was nothing to compare
+    with pytest.raises(ValueError, match="the loss reports `loss`"):  # nothing was compared in the trace
         traced.step(state, (ROWS, TARGETS))
     with pytest.raises(ValueError, match='grad_fn cannot be used with a mesh axis "data"'):
         Trainer(square, optax.sgd(0.1), mesh=data, grad_fn=jax.value_and_grad)
@@ -340,7 +340,7 @@ def refusals() -> None:
 
 
 def other_meshes() -> None:
-    """Axes of another type, inside of a trace, and with the mesh as that of the whole program."""
+    """Other axis types, inside a trace, and with the mesh set globally."""
     expected, _ = alone("cnn")
     for kind in (AxisType.Auto, AxisType.Explicit):
         mesh = jax.make_mesh((4, 2), ("ensemble", "data"), axis_types=(kind, kind))
@@ -355,7 +355,7 @@ def other_meshes() -> None:
 
 
 def files() -> None:
-    """A run over four devices goes on over two and on one, with what it had."""
+    """A run over four devices resumes over two and on one with the same results."""
     batches = [(IMAGES + i, LABELS) for i in range(4)]
     make = lambda mesh: Trainer(cross_entropy, optax.adam(0.01), strategy="vmap", mesh=mesh)
     ensemble = created(CNN)
@@ -396,7 +396,7 @@ def chosen() -> None:
 
 
 def leaving() -> None:
-    """Members fail, are put back, stop and leave, over devices that they do not divide over, as on one."""
+    """Members fail, restart, stop early and leave, on devices that they do not divide over, as on one device."""
     generator = np.random.default_rng(3)
     batches = [tuple(generator.normal(size=(6, 4, n)).astype(np.float32) for n in (3, 2)) for _ in range(12)]
     batches[4][0][1] = np.nan
@@ -472,7 +472,7 @@ LAYOUTS = [
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
-    """What went wrong on eight devices: a traceback, or nothing."""
+    """Return a traceback from eight devices, or an empty string, by name."""
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=400, check=False
@@ -492,7 +492,7 @@ def test_as_on_one_device_and_nothing_exchanged_between_members(layout: Any, out
     assert not outcomes[str(layout)], outcomes[str(layout)]
 
 
-def test_a_difference_would_be_seen(outcomes: dict[str, str]) -> None:
+def test_a_difference_is_detected(outcomes: dict[str, str]) -> None:
     assert "Not equal to tolerance" in outcomes["wrong"]
 
 
@@ -514,8 +514,8 @@ class Test_meshes_that_are_refused:
                 Trainer(square, optax.sgd(0.1), mesh=mesh)
 
 
-class Test_what_differs_between_devices:
-    """`differs` follows what depends on a part of the batch."""
+class Test_differs:
+    """`differs` follows values that depend on a part of the batch."""
 
     def of(self, fun: Callable[..., Any]) -> list[bool]:
         closed = jax.make_jaxpr(fun, axis_env=[("data", 2)])(1.0, jnp.ones(3))
@@ -532,10 +532,10 @@ class Test_what_differs_between_devices:
     def test_until_the_devices_agree(self) -> None:
         assert self.of(lambda a, x: (jax.lax.pmean(x, "data"), jax.lax.psum(x, "data") + a, x)) == [False, False, True]
 
-    def test_where_a_device_asks_for_its_number(self) -> None:
+    def test_where_a_device_reads_its_index(self) -> None:
         assert self.of(lambda a, x: (a + jax.lax.axis_index("data"), a)) == [True, False]
 
-    def test_in_loops_all_of_it(self) -> None:
+    def test_in_loops_the_whole_carry(self) -> None:
         def fun(a: Any, x: Any) -> Any:
             return jax.lax.scan(lambda c, x: (c + a, x), a, x), jax.lax.fori_loop(0, 3, lambda i, c: c + a, a)
 
@@ -543,14 +543,14 @@ class Test_what_differs_between_devices:
 
 
 def wrong() -> None:
-    """What must be reported."""
+    """A check that must fail."""
     assert_close(np.ones(2), np.full(2, 1.001))
 
 
 def failure_of(way: Callable[[], None]) -> str:
     try:
         way()
-    except Exception:  # whatever it is, the test shows it
+    except Exception:  # the test reports any error
         return traceback.format_exc()
     return ""
 

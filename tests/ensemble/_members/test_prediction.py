@@ -10,7 +10,7 @@ from plurax.ensemble import Ensemble, Prediction
 
 
 def constant(values):
-    """An ensemble whose members return these values, whatever they see."""
+    """An ensemble whose members return fixed values for any input."""
     return Ensemble.from_apply(lambda v, _: v, list(values))
 
 
@@ -39,7 +39,7 @@ def test_members_that_agree_have_no_mutual_information(logits):
     np.testing.assert_allclose(prediction.mutual_information, 0, atol=1e-6)
 
 
-def test_members_that_are_sure_of_different_things_have_all_of_it():
+def test_confident_members_that_disagree_have_full_mutual_information():
     prediction = constant([100 * jnp.eye(2, 3), 100 * jnp.eye(2, 3)[::-1]]).predict(0)
     np.testing.assert_allclose(prediction.mutual_information, np.log(2), rtol=1e-6)
     np.testing.assert_allclose(prediction.entropy, np.log(2), rtol=1e-6)
@@ -54,7 +54,7 @@ def test_regression_of_values(logits):
     assert prediction.mutual_information is None
 
 
-def test_regression_of_means_and_variances_is_the_mixtures(logits):
+def test_regression_of_means_and_variances_is_that_of_the_mixture(logits):
     means, variances = logits[..., 0], jnp.exp(logits[..., 1])
     prediction = constant(zip(means, variances, strict=True)).predict(0, kind="regression")
     second_moment = (variances + means**2).mean(axis=0)
@@ -70,7 +70,7 @@ def test_it_is_always_in_evaluation_mode(stateful):
     np.testing.assert_array_equal(ens.predict(x).members, ens.predict(x).members)
 
 
-def test_a_module_of_ones_own_is_put_into_evaluation_mode_too():
+def test_a_custom_module_is_put_into_evaluation_mode_too():
     class Noisy(nnx.Module):
         def __init__(self, rngs):
             self.dense = nnx.Linear(4, 3, rngs=rngs)
@@ -106,14 +106,14 @@ def test_it_refuses_an_unknown_kind(logits):
         constant(logits).predict(0, kind="ranking")
 
 
-def test_it_refuses_outputs_that_are_no_logits(logits):
+def test_it_refuses_outputs_that_are_not_logits(logits):
     with pytest.raises(ValueError, match=r"must return logits of shape \(batch, classes\).*\(4, 5\)"):
         constant(logits[..., 0]).predict(0)
     with pytest.raises(ValueError, match="for values use kind='regression'"):
         constant(zip(logits, logits, strict=True)).predict(0)
 
 
-def test_it_refuses_outputs_that_are_no_values(logits):
+def test_it_refuses_outputs_that_are_not_values(logits):
     with pytest.raises(ValueError, match=r"values or a pair \(mean, variance\)"):
         constant([(x, x, x) for x in logits]).predict(0, kind="regression")
     with pytest.raises(ValueError, match=r"values or a pair \(mean, variance\)"):
@@ -131,7 +131,7 @@ def test_it_refuses_logits_of_fewer_than_two_classes(classes, logits):
         jax.jit(lambda ens: ens.predict(0))(constant(logits[..., :classes]))
 
 
-def test_what_that_error_suggests_is_the_sigmoid(logits):
+def test_the_suggestion_of_that_error_equals_the_sigmoid(logits):
     z = logits[..., :1]
     prediction = constant(jnp.concatenate([jnp.zeros_like(z), z], axis=-1)).predict(0)
     np.testing.assert_allclose(prediction.members[..., 1:], jax.nn.sigmoid(z), rtol=1e-5)
@@ -168,7 +168,7 @@ def test_regression_of_half_precision_is_computed_in_float32(dtype, logits):
     np.testing.assert_allclose(pairs.variance, values.var(axis=0) + np.abs(values).mean(axis=0), rtol=1e-5)
 
 
-def test_double_precision_stays_so(logits):
+def test_double_precision_is_kept(logits):
     with jax.enable_x64(True):
         double = constant(np.asarray(logits, np.float64))
         assert {x.dtype.name for x in double.predict(0)} == {"float64"}
@@ -193,7 +193,7 @@ def test_negative_variances_are_refused_and_nan_where_traced(logits):
     assert constant(zip(means, variances * 0, strict=True)).predict(0, kind="regression").variance.shape == (5,)
 
 
-def test_a_nan_stays_with_its_example_and_shows_in_every_number(logits):
+def test_a_nan_affects_all_scores_of_its_example_only(logits):
     prediction = constant(logits.at[1, 2, 0].set(jnp.nan)).predict(0)
     for found in (prediction.mean[:, 1], prediction.variance[:, 1], prediction.entropy, prediction.mutual_information):
         assert np.isnan(found).tolist() == [False, False, True, False, False]

@@ -1,4 +1,4 @@
-"""How sure predictions are, and how well doubt tells good from bad, against scikit-learn, SciPy and slow loops."""
+"""Uncertainty scores, and how well they separate right from wrong, against scikit-learn, SciPy and slow loops."""
 
 import itertools
 
@@ -20,7 +20,7 @@ def entropy_slowly(p):
     return scipy.stats.entropy(p.astype(np.float64), axis=-1)
 
 
-class Test_doubt_about_classes:
+class Test_uncertainty_of_classes:
     def test_predictive_entropy(self):
         np.testing.assert_allclose(metrics.predictive_entropy(P), entropy_slowly(P.mean(axis=0)), rtol=2e-6)
 
@@ -66,7 +66,7 @@ class Test_doubt_about_classes:
                 score(4 * P)
 
 
-class Test_doubt_about_values:
+class Test_uncertainty_of_values:
     def test_epistemic_and_aleatoric(self):
         means, variances = GENERATOR.normal(size=(4, 7)), GENERATOR.uniform(0.1, 2, (4, 7))
         np.testing.assert_allclose(metrics.epistemic_variance(means.astype(np.float32)), means.var(axis=0), rtol=1e-5)
@@ -101,7 +101,7 @@ class Test_regression:
             metrics.mixture_nll(*(x[0] if x.ndim == 2 else x for x in self.given()))
 
     def test_gaussian_crps(self):
-        # By its definition: the integral of the squared distance of the distribution functions.
+        # By definition: the integrated squared difference of the distribution functions.
         grid = np.linspace(-15, 15, 60001)
         cdf = scipy.stats.norm.cdf(grid[:, None, None], self.MEAN[:, :5], np.sqrt(self.VARIANCE[:, :5]))
         squared = (cdf - (grid[:, None, None] >= self.Y[:5])) ** 2
@@ -115,7 +115,7 @@ class Test_regression:
         expected = ((low <= self.Y) & (high >= self.Y)).mean(axis=-1)
         for number in (level, np.float32(level)):
             np.testing.assert_allclose(metrics.interval_coverage(*self.given(), level=number), expected, rtol=1e-6)
-        # Half of one and this is no number of float16.
+        # (1 + level) / 2 is not representable in float16.
         half = metrics.interval_coverage(np.zeros(2), np.ones(2), np.array([0.0, 50.0]), level=np.float16(0.9995))
         assert float(half) == 0.5
         with pytest.raises(ValueError, match="level must be above 0 and below 1, but got 1"):
@@ -155,7 +155,7 @@ class Test_auroc:
         assert found.shape == (4,)
         assert float(found[3]) == pytest.approx(expected, abs=1e-6)
 
-    def test_of_many_nan_and_refusals(self):
+    def test_many_examples_nan_and_refusals(self):
         many = metrics.auroc(jnp.arange(70000.0), jnp.arange(70000.0) + 0.5)
         assert float(many) == pytest.approx(0.5 + 0.5 / 70000, abs=1e-5)
         assert np.isnan(metrics.auroc(jnp.array([1.0, jnp.nan]), jnp.ones(3)))
@@ -167,7 +167,7 @@ class Test_auroc:
 
 
 class Test_risk_coverage:
-    def test_is_what_a_loop_finds(self):
+    def test_equals_a_loop(self):
         doubts, errors = GENERATOR.normal(size=(2, 30)), GENERATOR.integers(0, 2, (2, 30))
         found = jax.jit(metrics.risk_coverage)(np.float32(doubts), errors.astype(bool))
         np.testing.assert_allclose(found.coverage, np.arange(1, 31) / 30, rtol=1e-6)
@@ -193,7 +193,7 @@ class Test_adaptive_ece:
         return sum(gaps) / len(labels)
 
     @pytest.mark.parametrize("bins", [1, 7, 15, 60, 80])
-    def test_is_what_a_loop_finds(self, bins):
+    def test_equals_a_loop(self, bins):
         found = metrics.adaptive_ece(P, LABELS, bins=bins)
         np.testing.assert_allclose(found, [self.slowly(p, LABELS, bins) for p in P], rtol=1e-5)
 

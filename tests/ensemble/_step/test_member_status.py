@@ -1,4 +1,4 @@
-"""Members whose numbers are not finite stop, and nobody else notices."""
+"""Members with non-finite losses or gradients stop, without effect on the others."""
 
 import warnings
 
@@ -17,7 +17,7 @@ STRATEGIES = [("vmap", None), ("vmap", 2), ("map", None), ("unroll", None), ("lo
 
 
 def poisoned(batches, member, at):
-    """Batches, one for each member, of which one has a NaN for one member."""
+    """Per-member batches, where `member` has a NaN in batch `at`."""
     batches = [tuple(np.array(x) for x in batch) for batch in batches]
     batches[at][0][member, 0, 0] = np.nan
     return batches
@@ -71,8 +71,8 @@ def loss_of(term):
     [
         (loss_of(lambda w: jnp.log(w - w - 1)), optax.sgd(0.1)),
         (loss_of(lambda w: jnp.exp(1e9 + w)), optax.sgd(0.1)),
-        (loss_of(lambda w: jnp.sqrt(w - w)), optax.sgd(0.1)),  # its gradient alone
-        (loss_of(lambda w: 1e38 * w), optax.sgd(1e-36)),  # finite, but the sum of it is not
+        (loss_of(lambda w: jnp.sqrt(w - w)), optax.sgd(0.1)),  # only the gradient is not finite
+        (loss_of(lambda w: 1e38 * w), optax.sgd(1e-36)),  # finite entries, but their sum is not
     ],
 )
 def test_a_loss_or_a_gradient_that_is_not_finite(loss, optimizer, assert_same):
@@ -110,7 +110,7 @@ def test_large_numbers_of_a_mask_are_finite():
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64])
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
-def test_one_number_that_is_not_finite_is_found(dtype, value):
+def test_a_single_non_finite_number_is_detected(dtype, value):
     tree = {"a": jnp.full((30, 7), 6e4, dtype), "b": jnp.ones((), dtype), "c": jnp.arange(3), "d": jnp.zeros((0, 2))}
     assert jax.jit(finite)(tree)
     assert not jax.jit(finite)({**tree, "a": tree["a"].at[29, 3].set(value)})
@@ -122,7 +122,7 @@ def test_one_number_that_is_not_finite_is_found(dtype, value):
 
 
 def ends_with_parameters_that_are_not_finite():
-    """A run of a member that is sound, and of one whose update at the fourth step is infinite, its gradient not."""
+    """Two members, where the fourth update of the second is infinite though its gradient is finite."""
     trainer = Trainer(lambda model, scale: scale * model(jnp.ones((1, 3))).sum(), optax.sgd(100.0), in_axes=0)
     state = trainer.init(Ensemble.create(lambda rngs: nnx.Linear(3, 2, rngs=rngs), 2, seed=0))
     batches = [np.float32([1e-3, 1e-3])] * 12
@@ -140,9 +140,9 @@ def test_parameters_that_are_not_finite_show_in_the_next_loss():
     np.testing.assert_array_equal(state.standing.stopped, [0, 1])
 
 
-def test_parameters_that_the_last_step_spoils_are_reported(tmp_path):
+def test_parameters_made_non_finite_by_the_last_step_are_reported(tmp_path):
     trainer, start, batches = ends_with_parameters_that_are_not_finite()
-    for _ in range(2):  # a run that goes on tells it too
+    for _ in range(2):  # a resumed run warns too
         with pytest.warns(UserWarning, match="the parameters of member 1 are no longer finite, though the gradients"):
             state, _ = trainer.fit(start, batches[:4], progress=False, checkpoint_dir=tmp_path)
         np.testing.assert_array_equal(state.standing.stopped, [0, 0])
@@ -164,7 +164,7 @@ def test_parameters_that_are_not_finite_on_purpose_may_stay():
 
 @pytest.mark.parametrize("options", [{}, {"early_stopping": EarlyStopping(evaluate=lambda ens: np.zeros(len(ens)))}])
 @pytest.mark.parametrize("every", [None, 1, 2, 3])
-def test_a_run_ends_when_nobody_trains(every, options, tmp_path):
+def test_a_run_ends_when_no_member_trains(every, options, tmp_path):
     ensemble = Ensemble.create(lambda rngs: nnx.Linear(3, 2, rngs=rngs), 2, seed=0)
     trainer = Trainer(lambda model, x: jnp.log(x).sum() + 0 * model(x).sum(), optax.sgd(0.1))
     batches = [jnp.ones((1, 3))] * 2 + [-jnp.ones((1, 3))] * 20
@@ -190,7 +190,7 @@ def test_a_run_ends_when_nobody_trains(every, options, tmp_path):
 
 class Test_restarts:
     def make(self, **options):
-        """A member fails while its number is drawn below a bound that only its first key is below."""
+        """A member fails while its random number is below a bound that only its first key falls below."""
 
         class Fragile(nnx.Module):
             def __init__(self, rngs):
@@ -220,7 +220,7 @@ class Test_restarts:
         np.testing.assert_array_equal(state.standing.stopped, [0, 0, 0])
         steps = [row["step"] for row in history if row["member"] == 1]
         assert steps == [1, 2, 3, 4, 5, 6, 9, 10, 11, 12]
-        # Four more steps from where it was after the fourth, with another key.
+        # Four more steps from the state after step 4, with another key.
         calm, _ = trainer.fit(start, self.batches(12, set()), progress=False)
         for other in (0, 2):
             assert_same(*(jax.tree.map(lambda x, i=other: x[i], (s.ensemble, s.opt_state)) for s in (state, calm)))
@@ -233,7 +233,7 @@ class Test_restarts:
         mine, its = (jax.tree.map(lambda x: x[1], (s.ensemble, s.opt_state)) for s in (state, expected))
         assert_same(mine, its)
 
-    def test_end_after_so_many_times(self):
+    def test_end_after_the_maximum_count(self):
         trainer, start = self.make()
         failures = {(i, 2) for i in range(1, 40)}
         with pytest.warns(UserWarning, match="member 2 stopped"):
@@ -246,8 +246,8 @@ class Test_restarts:
     @pytest.mark.filterwarnings("ignore:Trainer.fit. member . stopped")
     @pytest.mark.parametrize("every", [2, 4])
     @pytest.mark.parametrize("cut", [None, 4, 7])
-    def test_go_back_to_numbers_that_are_finite(self, every, cut, tmp_path, assert_same):
-        # What the fourth step leaves of member 1 is not finite, which nobody knows at the look after it.
+    def test_go_back_to_finite_parameters(self, every, cut, tmp_path, assert_same):
+        # Step 4 makes the parameters of member 1 non-finite, which the check after that step does not see.
         trainer, start, batches = ends_with_parameters_that_are_not_finite()
         options = {"progress": False, "restarts": Restarts(every=every, times=1)}
         if cut:
@@ -266,7 +266,7 @@ class Test_restarts:
     @pytest.mark.parametrize("cut", [None, 6, 7])
     def test_end_at_the_last_step_that_counted(self, every, cut, tmp_path, assert_same):
         trainer, start = self.make()
-        batches = self.batches(20, {(i, m) for i in (2, 5) for m in range(3)})  # at the fifth step for good
+        batches = self.batches(20, {(i, m) for i in (2, 5) for m in range(3)})  # all stop for good at step 5
         options = {"progress": False, "restarts": Restarts(every=4, times=1)}
         expected, _ = trainer.fit(start, batches, **options)
         assert int(expected.step) == 5
@@ -279,7 +279,7 @@ class Test_restarts:
 
     @pytest.mark.parametrize("cut", [5, 7, 8])
     @pytest.mark.filterwarnings("ignore:Trainer.fit. member . stopped")
-    def test_go_on_in_another_run(self, tmp_path, cut, assert_same):
+    def test_resume_in_another_run(self, tmp_path, cut, assert_same):
         trainer, start = self.make()
         batches, restarts = self.batches(14, {(6, 1), (7, 0), (10, 2)}), Restarts(every=4, times=1)
         whole, history = trainer.fit(start, batches, progress=False, restarts=restarts)
@@ -304,7 +304,7 @@ class Test_restarts:
             self.make(nonfinite=None)
 
 
-def test_the_old_name_of_the_class_warns_and_is_the_new_one():
+def test_the_old_class_name_warns_and_is_an_alias():
     said = "^plurax.ensemble: `Standing` is deprecated and will be removed in 0.4; use `MemberStatus`.$"
     with pytest.warns(DeprecationWarning, match=said) as caught:
         old = plurax.ensemble.Standing
@@ -315,4 +315,4 @@ def test_the_old_name_of_the_class_warns_and_is_the_new_one():
     assert Standing is MemberStatus
     assert "Standing" not in plurax.ensemble.__all__
     with pytest.raises(AttributeError, match="no attribute 'Sitting'"):
-        getattr(plurax.ensemble, "Sitting")  # noqa: B009 (a type checker knows that there is none)
+        getattr(plurax.ensemble, "Sitting")  # noqa: B009 (mypy reports the missing attribute)

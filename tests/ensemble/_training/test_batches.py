@@ -1,4 +1,4 @@
-"""Batches drawn by a key, of one copy of the data."""
+"""Batches drawn by a key from one copy of the data."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def test_shared_epochs_show_each_example_once():
         np.testing.assert_array_equal(one["y"], again["y"])
 
 
-def test_a_fraction_of_half_precision_is_of_the_exact_count():
+def test_a_half_precision_fraction_uses_the_exact_count():
     drawn = Batches(np.arange(100_001), 4, key=KEY, members=1, draw="subset", fraction=np.float16(0.5)).indices
     assert drawn is not None
     assert drawn.shape == (1, 50_000)
@@ -50,14 +50,14 @@ def test_members_have_their_own_examples_and_orders(draw, fraction):
             assert len(set(mine.tolist())) == count
         for epoch in range(2):
             seen = np.concatenate([b["y"][i] for b in found[epoch * (count // 4) :][: count // 4]])
-            # Each as often as the member has it, but for what is left over.
+            # As often as the member holds each example, except for the remainder.
             left = np.bincount(mine, minlength=23) - np.bincount(seen, minlength=23)
             assert left.min() >= 0
             assert left.sum() == count % 4
     assert not np.array_equal(found[0]["y"][0], found[0]["y"][1])
 
 
-def test_what_a_member_sees_does_not_depend_on_how_many_there_are():
+def test_the_examples_of_a_member_do_not_depend_on_the_number_of_members():
     for draw in ("all", "bootstrap", "subset"):
         few, many = (next(iter(Batches(DATA, 4, key=KEY, members=n, draw=draw, fraction=1.0))) for n in (2, 5))
         np.testing.assert_array_equal(few["y"], many["y"][:2])
@@ -89,13 +89,13 @@ def test_batches_that_are_skipped_are_not_made(monkeypatch):
     assert iterator.skip(3) == 0
 
 
-def test_the_data_is_there_once():
+def test_the_data_is_stored_once():
     data = jnp.asarray(DATA["x"])
     batches = Batches(data, 5, key=KEY, members=4, draw="bootstrap")
     assert batches._data is data
 
 
-def test_members_train_on_their_own_and_go_on(tmp_path, assert_same):
+def test_members_train_on_their_own_batches_and_resume(tmp_path, assert_same):
     trainer = Trainer(
         lambda model, b: jnp.mean((model(b["x"])[:, 0] - b["y"]) ** 2), optax.adam(0.01), in_axes=0, strategy="vmap"
     )

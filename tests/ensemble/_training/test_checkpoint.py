@@ -30,13 +30,13 @@ def files(path):
     return sorted(p.relative_to(path).as_posix() for p in path.rglob("*"))
 
 
-def test_an_ensemble_comes_back_to_the_bit(tmp_path, ens, assert_same):
+def test_an_ensemble_is_restored_bit_for_bit(tmp_path, ens, assert_same):
     save(tmp_path / "a", ens)
     assert_same(load(tmp_path / "a", ens), ens)
     assert_same(load(str(tmp_path / "a"), Ensemble.create(type(ens[0]), 3, seed=9)), ens)
 
 
-def test_a_training_state_comes_back_to_the_bit(tmp_path, state, assert_same):
+def test_a_training_state_is_restored_bit_for_bit(tmp_path, state, assert_same):
     save(tmp_path / "a", state)
     back = load(tmp_path / "a", jax.tree.map(jnp.zeros_like, state))
     assert_same(back, state)
@@ -44,12 +44,12 @@ def test_a_training_state_comes_back_to_the_bit(tmp_path, state, assert_same):
     assert_same(load(tmp_path / "a", state.ensemble), state.ensemble)
 
 
-def test_what_eval_shape_gives_will_do_as_like(tmp_path, state, assert_same):
+def test_like_may_come_from_eval_shape(tmp_path, state, assert_same):
     save(tmp_path / "a", state)
     assert_same(load(tmp_path / "a", jax.eval_shape(lambda: state)), state)
 
 
-def test_a_member_comes_back_alone(tmp_path, state, assert_same):
+def test_a_single_member_is_restored(tmp_path, state, assert_same):
     save(tmp_path / "a", state)
     for like in (state, state.ensemble, state.ensemble[0], type(state.ensemble[0])(nnx.Rngs(5))):
         for i in (0, 2, -1, np.int64(1)):
@@ -59,7 +59,7 @@ def test_a_member_comes_back_alone(tmp_path, state, assert_same):
 
 
 @pytest.mark.parametrize("kind", ["threefry2x32", "rbg"])
-def test_every_dtype_comes_back(tmp_path, kind, assert_same):
+def test_every_dtype_is_restored(tmp_path, kind, assert_same):
     class Odd(nnx.Module):
         def __init__(self, seed):
             self.half = nnx.Param(jnp.full((2, 3), seed, jnp.bfloat16))
@@ -81,9 +81,9 @@ def test_relative_paths_and_missing_parents_are_fine(tmp_path, ens, assert_same,
     assert_same(load("some/where/a", ens), ens)
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="bytes read are counted by Linux")
-def test_a_member_is_loaded_by_its_bytes_only(tmp_path):
-    """Random numbers do not compress: a member's file share is its own size."""
+@pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="Linux counts the bytes read")
+def test_loading_a_member_reads_only_its_bytes(tmp_path):
+    """Random numbers do not compress, so a member's share of the file is its own size."""
     members = [nnx.Linear(512, 1024, rngs=nnx.Rngs(i)) for i in range(8)]
     ens = Ensemble.stack(members)
     save(tmp_path / "a", ens)
@@ -97,7 +97,7 @@ def test_a_member_is_loaded_by_its_bytes_only(tmp_path):
         read()
         return counter() - before
 
-    load(tmp_path / "a", ens)  # what is read once, such as modules, is not to be counted
+    load(tmp_path / "a", ens)  # excludes one-time reads, such as modules
     whole = bytes_read(lambda: load(tmp_path / "a", ens))
     one = bytes_read(lambda: load_member(tmp_path / "a", 3, ens))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(members[3]))
@@ -130,7 +130,7 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path, ens, assert_same, mon
     assert_same(load(tmp_path / "a", ens), ens)
 
 
-def test_a_save_that_fails_at_the_very_end_leaves_what_was_there(tmp_path, ens, assert_same, monkeypatch):
+def test_a_save_that_fails_at_the_end_keeps_the_old_checkpoint(tmp_path, ens, assert_same, monkeypatch):
     save(tmp_path / "a", ens)
     rename = Path.rename
 
@@ -147,7 +147,7 @@ def test_a_save_that_fails_at_the_very_end_leaves_what_was_there(tmp_path, ens, 
     assert_same(load(tmp_path / "a", ens), ens)
 
 
-def test_a_save_killed_between_its_renames_says_where_the_earlier_one_is(tmp_path, ens):
+def test_a_save_killed_between_its_renames_reports_the_old_checkpoint(tmp_path, ens):
     save(tmp_path / "a", ens)
     (tmp_path / "a").rename(tmp_path / ".a.0123.replaced")
     with pytest.raises(FileNotFoundError, match=r"left the previous one at .*\.a\.0123\.replaced; rename it back"):
@@ -164,7 +164,7 @@ def test_a_link_stays_a_link(tmp_path, ens, assert_same):
 
 
 def test_arrays_are_found_by_their_paths_whatever_trains(tmp_path, assert_same):
-    """What trains comes first among the leaves, so another rule means another order."""
+    """Trainable arrays come first among the leaves, so another `trainable` rule changes their order."""
 
     def apply(variables, x):
         return x
@@ -178,7 +178,7 @@ def test_arrays_are_found_by_their_paths_whatever_trains(tmp_path, assert_same):
         assert_same(load_member(tmp_path / "a", 1, like[0]).variables, variables[1])
 
 
-def test_a_frozen_layer_is_no_other_one(tmp_path):
+def test_freezing_does_not_exchange_layers(tmp_path):
     class Frozen(nnx.Variable):
         pass
 
@@ -200,7 +200,7 @@ def test_a_variable_that_holds_a_number(tmp_path):
     assert load_member(tmp_path / "a", 1, Number(0.0)).value[...] == 1.5
 
 
-def test_paths_that_read_alike_are_kept_apart(tmp_path, assert_same):
+def test_paths_with_the_same_text_are_distinguished(tmp_path, assert_same):
     variables = [{"a.b": jnp.full(2, i), "a": {"b": jnp.full(2, 10 + i)}} for i in range(2)]
     ens = Ensemble.from_apply(lambda variables, x: x, variables)
     save(tmp_path / "a", ens)
@@ -218,7 +218,7 @@ class Test_refusals:
             save(tmp_path / "a", ens[0])
         assert os.listdir(tmp_path) == []
 
-    def test_a_place_that_is_taken_by_something_else(self, tmp_path, ens):
+    def test_a_path_occupied_by_other_files(self, tmp_path, ens):
         (tmp_path / "a").mkdir()
         (tmp_path / "a" / "thesis.txt").write_text("mine")
         (tmp_path / "b").write_text("mine")
@@ -227,13 +227,13 @@ class Test_refusals:
                 save(tmp_path / name, ens)
         assert files(tmp_path) == ["a", "a/thesis.txt", "b"]
 
-    def test_nothing_there(self, tmp_path, ens):
+    def test_a_missing_checkpoint(self, tmp_path, ens):
         with pytest.raises(FileNotFoundError, match="load: there is no checkpoint at .*nowhere"):
             load(tmp_path / "nowhere", ens)
         with pytest.raises(FileNotFoundError, match="load_member: there is no checkpoint"):
             load_member(tmp_path / "nowhere", 0, ens)
 
-    def test_something_foreign(self, tmp_path, ens):
+    def test_a_foreign_file(self, tmp_path, ens):
         (tmp_path / "plurax.json").write_text('{"format": "something else"}')
         for path in (tmp_path, tmp_path / "plurax.json"):
             with pytest.raises(ValueError, match="is not a checkpoint of this library, or is damaged"):
@@ -261,7 +261,7 @@ class Test_refusals:
                 load_member(tmp_path / "b", 0, ens)
             shutil.rmtree(tmp_path / "b")
 
-    def test_a_bit_that_was_flipped(self, tmp_path, assert_same):
+    def test_a_flipped_bit(self, tmp_path, assert_same):
         ens = Ensemble.stack([nnx.Linear(64, 64, rngs=nnx.Rngs(i)) for i in range(2)])
         save(tmp_path / "a", ens)
         data = max((p for p in (tmp_path / "a").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
@@ -270,7 +270,7 @@ class Test_refusals:
         for place in range(100, len(whole), len(whole) // 7):
             data.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
             with contextlib.suppress(Damaged):
-                assert_same(load(tmp_path / "a", ens), ens)  # once in hundreds the place holds nothing that is read
+                assert_same(load(tmp_path / "a", ens), ens)  # rarely, the flipped byte is never read
                 missed += 1
             for i in range(2):
                 try:
@@ -280,7 +280,7 @@ class Test_refusals:
         assert refused >= 7 - missed
         assert missed <= 1
 
-    def test_a_manifest_that_was_changed(self, tmp_path, ens):
+    def test_a_changed_manifest(self, tmp_path, ens):
         save(tmp_path / "a", ens)
         manifest = json.loads((tmp_path / "a" / "plurax.json").read_text())
         for changed in ({**manifest, "size": 2}, {name: manifest[name] for name in ("format", "version")}):
@@ -295,7 +295,7 @@ class Test_refusals:
             save(tmp_path / "a", ens)
         assert_same(load(tmp_path / "a", ens), ens)
 
-    def test_float64_where_it_is_off(self, tmp_path):
+    def test_float64_without_x64(self, tmp_path):
         with jax.enable_x64(True):
             ens = Ensemble.from_apply(lambda v, x: x, [{"w": jnp.ones(3, "float64")}])
             save(tmp_path / "a", ens)
@@ -328,7 +328,7 @@ class Test_refusals:
         with pytest.raises(ValueError, match="in `opt_state`, for each member, but `like` has"):
             load(tmp_path / "a", other)
 
-    def test_no_training_state_there(self, tmp_path, ens, state):
+    def test_a_checkpoint_without_a_training_state(self, tmp_path, ens, state):
         save(tmp_path / "a", ens)
         with pytest.raises(ValueError, match="holds an ensemble, but no training state"):
             load(tmp_path / "a", state)

@@ -1,4 +1,4 @@
-"""Members that stop early, each on its own, and leave the run; runs that go on where they were killed."""
+"""Members that stop early and leave the run, and runs that resume after being killed."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ STRATEGIES = [("vmap", None), ("vmap", 3), ("map", None), ("unroll", None), ("lo
 
 
 class Counter(nnx.Module):
-    """Counts its steps, and learns a little."""
+    """Counts its steps and learns a little."""
 
     def __init__(self, rngs):
         self.linear = nnx.Linear(3, 2, rngs=rngs)
@@ -46,7 +46,7 @@ def batches(count, members=None):
 
 
 class Numbered(nnx.Module):
-    """Knows which member it is."""
+    """A `Counter` that stores its member's index."""
 
     def __init__(self, rngs):
         self.counter = Counter(rngs)
@@ -98,11 +98,11 @@ class Test_early_stopping:
             assert [row["step"] for row in rows] == list(range(1, min(stop, 24) + 1))
             evaluated = [row["validation"] for row in rows if row["step"] % 2 == 0]
             assert evaluated == [abs(step - point) for step in range(2, min(stop, 24) + 1, 2)]
-        # Whoever stopped has what it had at its best; the others are as without stopping.
+        # Stopped members have their best parameters; the others are as without early stopping.
         calm = {steps: trainer.fit(start, given, steps=steps, progress=False)[0] for steps in {4, 8, 12, 24}}
         for i, steps in ((0, 4), (2, 8), (6, 12), (1, 24), (4, 24), (7, 24)):
             assert_same(arrays_of(state, i), arrays_of(calm[steps], i), tolerance=1e-6)
-        # They left: once a quarter or more of those in the run had stopped.
+        # Members leave once a quarter of those in the run have stopped.
         sizes = [len(members) for members in seen]
         assert sizes == sorted(sizes, reverse=True)
         assert set(sizes) == {8, 6, 4} or set(sizes) == {8, 6, 4, 3}
@@ -119,7 +119,7 @@ class Test_early_stopping:
         assert int(state.step) == 10
         np.testing.assert_array_equal(state.standing.step, [6, 8, 10])
 
-    def test_larger_is_better_and_little_is_nothing(self):
+    def test_larger_is_better_and_small_changes_do_not_count(self):
         values = iter([[1.0, 1.0], [1.05, 0.5], [1.3, np.nan], [1.2, 0.9], [1.35, 2.0], [1.3, 1.0]])
         stopping = EarlyStopping(
             evaluate=lambda ensemble: np.array(next(values))[: len(ensemble)],
@@ -137,7 +137,7 @@ class Test_early_stopping:
     @pytest.mark.filterwarnings("ignore:Trainer.fit. member . stopped")
     @pytest.mark.parametrize("cut", [5, 10, 15, 19])
     @pytest.mark.parametrize("strategy", ["vmap", "loop"])
-    def test_goes_on_in_another_run(self, tmp_path, cut, strategy, assert_same):
+    def test_resumes_in_another_run(self, tmp_path, cut, strategy, assert_same):
         trainer = Trainer(loss, optax.adam(0.01), in_axes=0, strategy=strategy)
         given = [tuple(np.array(x) for x in batch) for batch in batches(24, 8)]
         given[12][0][1] = np.nan
@@ -187,7 +187,7 @@ class Test_early_stopping:
         with pytest.raises(error, match=message):
             EarlyStopping(**{"evaluate": len, **options})
 
-    def test_what_evaluates_to_something_else_is_refused(self):
+    def test_invalid_results_of_evaluate_are_refused(self):
         trainer = Trainer(loss, optax.adam(0.01))
         start = trainer.init(numbered(3))
         for wrong in (lambda _: 1.0, lambda _: np.ones(2), lambda _: np.ones(3, bool), lambda _: np.ones(3, complex)):
@@ -200,7 +200,7 @@ class Test_early_stopping:
 
 
 class Test_callbacks:
-    def test_are_told_each_recorded_step(self):
+    def test_receive_each_recorded_step(self):
         told = []
         trainer = Trainer(lambda m, x, y: (loss(m, x, y), {"count": 3}), optax.adam(0.01), in_axes=0)
         given = [tuple(np.array(x) for x in batch) for batch in batches(6, 3)]
@@ -227,13 +227,13 @@ class Test_callbacks:
                 trainer.fit(trainer.init(numbered(2)), [], callbacks=wrong)
 
 
-# A run that is killed again and again. One process loads what all of them need, and each of them is a copy of it.
+# A run that is killed repeatedly. One process imports everything once, and each run is a fork of it.
 
 STEPS = 160
 
 
 def one_run(directory, every=2, told=None):
-    """A run with a checkpoint every few steps, in which members fail, are put back, stop and leave."""
+    """Run with frequent checkpoints; members fail, restart, stop early and leave."""
     trainer = Trainer(loss, optax.adam(0.01), in_axes=0, strategy="vmap")
     given = [tuple(np.array(x) for x in batch) for batch in batches(STEPS, 6)]
     given[20][0][2] = given[90][0][4] = np.nan
@@ -252,7 +252,7 @@ def one_run(directory, every=2, told=None):
 
 
 def kill_again_and_again(directory, kills):
-    """Start a run, kill it after some steps and some time, and again; prints the steps reached, and how many wrote."""
+    """Start a run and kill it, `kills` times; print the steps reached, and how many were killed while writing."""
     generator = np.random.default_rng(0)
     reached, writing = [], 0
     for _ in range(kills):
@@ -263,7 +263,7 @@ def kill_again_and_again(directory, kills):
             os._exit(0)
         os.close(write)
         with os.fdopen(read) as lines:
-            for _ in range(generator.integers(1, 7)):  # it has started, and is far from its end
+            for _ in range(generator.integers(1, 7)):  # started, and far from its end
                 lines.readline()
             time.sleep(float(generator.uniform(0, 0.03)))
             os.kill(child, signal.SIGKILL)
@@ -274,17 +274,17 @@ def kill_again_and_again(directory, kills):
 
 
 @pytest.mark.filterwarnings("ignore:Trainer.fit. member . stopped")
-def test_a_run_that_is_killed_twenty_times_is_as_if_it_had_not_been(tmp_path, assert_same):
+def test_a_run_killed_twenty_times_gives_the_same_result(tmp_path, assert_same):
     command = [sys.executable, "-W", "ignore", __file__, str(tmp_path / "killed"), "20"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     reached, writing = json.loads(done.stdout.splitlines()[-1])
-    assert writing  # some were killed while they wrote a checkpoint
-    assert reached == sorted(reached)  # what is named as a checkpoint is a whole one, and none is lost
+    assert writing  # some were killed while writing a checkpoint
+    assert reached == sorted(reached)  # every named checkpoint is complete, and none is lost
     assert len(set(reached)) > 5
     assert 0 < reached[-1] < STEPS
     state, history = one_run(tmp_path / "killed", 40)
-    assert not list((tmp_path / "killed").glob(".*"))  # nothing is left of what was begun
+    assert not list((tmp_path / "killed").glob(".*"))  # no partial files are left
     whole, expected = one_run(tmp_path / "whole", 40)
     assert_same(state, whole)
     np.testing.assert_equal(history, expected)

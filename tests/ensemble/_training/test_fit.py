@@ -26,13 +26,13 @@ def trainer(cross_entropy):
 
 @pytest.fixture(autouse=True)
 def ctrl_c_is_pythons() -> Iterator[None]:
-    """What starts in the background of a shell ignores it otherwise."""
+    """Restore Python's handler: background jobs of a shell ignore Ctrl-C."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-def test_fit_is_a_step_for_each_batch(trainer, ens, make_batches, assert_same):
+def test_fit_takes_a_step_for_each_batch(trainer, ens, make_batches, assert_same):
     state = trainer.init(ens)
     for batch in make_batches(4):
         state, _ = trainer.step(state, batch)
@@ -59,7 +59,7 @@ def test_the_history_can_be_thinned(trainer, ens, make_batches):
     assert sorted({row["step"] for row in history}) == [3, 6]
 
 
-def test_metrics_that_are_no_numbers_stay_out_of_the_history(ens, make_batches):
+def test_non_numeric_metrics_are_left_out_of_the_history(ens, make_batches):
     def loss(model, x, y):
         return (model(x) ** 2).mean(), {"logits": model(x), "size": x.mean(), "both": {"x": x.mean()}, "none": None}
 
@@ -68,7 +68,7 @@ def test_metrics_that_are_no_numbers_stay_out_of_the_history(ens, make_batches):
     assert set(history[0]) == {"step", "member", "loss", "size"}
 
 
-def test_no_batch_is_taken_that_is_not_used(trainer, ens, make_batches):
+def test_unused_batches_are_not_consumed(trainer, ens, make_batches):
     source = iter(make_batches(10))
     state, _ = trainer.fit(trainer.init(ens), source, steps=3, progress=False)
     state, _ = trainer.fit(state, source, steps=4, progress=False)
@@ -101,7 +101,7 @@ def test_progress_shows_the_range_of_the_loss(trainer, ens, make_batches, capsys
     assert capsys.readouterr().err == ""
 
 
-def test_progress_says_how_many_are_not_finite(trainer, ens, make_batches, capsys):
+def test_progress_shows_the_number_of_non_finite_members(trainer, ens, make_batches, capsys):
     batches = [(x * np.float32("inf"), y) for x, y in make_batches(1)]
     with pytest.warns(UserWarning, match="members 0, 1, 2 stopped at step 1"):
         trainer.fit(trainer.init(ens), batches)
@@ -148,7 +148,7 @@ def test_an_interrupt_from_the_batches_ends_cleanly(trainer, ens, make_batches):
     assert int(state.step) == 2
 
 
-def test_a_handler_of_the_programs_own_stays(trainer, ens, make_batches):
+def test_the_programs_own_handler_stays(trainer, ens, make_batches):
     own = lambda *_: None
     signal.signal(signal.SIGINT, own)
     try:
@@ -186,7 +186,7 @@ def test_interrupted_and_resumed_equals_uninterrupted_to_the_bit(
     assert resumed == history
 
 
-def test_a_finished_run_is_only_read_again(tmp_path, trainer, ens, make_batches, assert_same):
+def test_a_finished_run_is_only_loaded(tmp_path, trainer, ens, make_batches, assert_same):
     options = {"progress": False, "checkpoint_dir": tmp_path, "steps": 4}
     state, history = trainer.fit(trainer.init(ens), make_batches(4), **options)
     again, same = trainer.fit(trainer.init(ens), make_batches(4), **options)
@@ -203,7 +203,7 @@ def test_a_second_fit_goes_on_from_the_state_it_is_given(tmp_path, trainer, ens,
     assert sorted({row["step"] for row in history}) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-def test_the_last_step_is_always_kept_and_older_ones_go(tmp_path, trainer, ens, make_batches):
+def test_the_last_step_is_always_kept_and_older_ones_are_removed(tmp_path, trainer, ens, make_batches):
     trainer.fit(
         trainer.init(ens), make_batches(7), progress=False, checkpoint_dir=tmp_path, checkpoint_every=2,
         checkpoint_keep=3,
@@ -231,11 +231,11 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, trainer, ens, 
     assert_same(state, whole)
 
 
-# Orbax starts all its reads at once; those that fail after the first one complain to nobody.
+# Orbax starts all its reads at once; after the first failure, the others fail unobserved.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", ["arrays/0/manifest.ocdbt", "history.npz", "plurax.json"])
-def test_bytes_that_changed_make_a_checkpoint_damaged_too(tmp_path, trainer, ens, make_batches, assert_same, name):
-    """And training on to its step replaces it, at the same name."""
+def test_changed_bytes_damage_a_checkpoint_too(tmp_path, trainer, ens, make_batches, assert_same, name):
+    """Training to its step again replaces it under the same name."""
     options = {"progress": False, "checkpoint_dir": tmp_path, "checkpoint_every": 2}
     trainer.fit(trainer.init(ens), make_batches(9)[:4], **options)
     file = tmp_path / "step_00000004" / name
@@ -263,7 +263,7 @@ def test_only_checkpoints_are_removed_and_counted(tmp_path, trainer, ens, make_b
     assert (tmp_path / "step_00000001" / "thesis.txt").read_text() == "mine"
 
 
-def test_a_damaged_checkpoint_takes_nobody_s_place(tmp_path, trainer, ens, make_batches):
+def test_a_damaged_checkpoint_does_not_count_for_checkpoint_keep(tmp_path, trainer, ens, make_batches):
     options = {"progress": False, "checkpoint_dir": tmp_path, "checkpoint_keep": 1}
     trainer.fit(trainer.init(ens), make_batches(8), checkpoint_every=4, **options)
     (tmp_path / "step_00000008" / "plurax.json").unlink()
@@ -272,8 +272,8 @@ def test_a_damaged_checkpoint_takes_nobody_s_place(tmp_path, trainer, ens, make_
     assert sorted(os.listdir(tmp_path)) == ["step_00000006", "step_00000008"]
 
 
-def test_metrics_may_come_and_go(tmp_path, ens, make_batches):
-    """The loss of a later run reports something else, and a batch of another kind too."""
+def test_metrics_may_change_between_steps(tmp_path, ens, make_batches):
+    """A later run, or another kind of batch, may report other metrics."""
 
     def loss(model, x, y, *extra):
         return (model(x) ** 2).mean(), {"file": x.mean(), **({"extra": x.max()} if extra else {})}
@@ -301,7 +301,7 @@ def test_metrics_may_come_and_go(tmp_path, ens, make_batches):
         assert again == history
 
 
-def test_a_metric_that_is_a_key_stays_out_of_the_history(ens, make_batches):
+def test_a_key_is_left_out_of_the_history(ens, make_batches):
     trainer = Trainer(lambda m, x, y: ((m(x) ** 2).mean(), {"key": jax.random.key(0)}), optax.sgd(0.1))
     _, history = trainer.fit(trainer.init(ens), make_batches(1), progress=False)
     assert set(history[0]) == {"step", "member", "loss"}
@@ -328,7 +328,7 @@ def test_the_chosen_strategy_is_part_of_the_checkpoint(tmp_path, ens, cross_entr
         return Trainer(cross_entropy, optax.sgd(0.1), tune_seconds=0.1)
 
     auto().fit(auto().init(ens), make_batches(2), progress=False, checkpoint_dir=tmp_path)
-    monkeypatch.setattr("plurax.ensemble._execution.stepper.recall", lambda *_: pytest.fail("chosen anew"))
+    monkeypatch.setattr("plurax.ensemble._execution.stepper.recall", lambda *_: pytest.fail("chosen again"))
     auto().fit(auto().init(ens), make_batches(3), progress=False, checkpoint_dir=tmp_path)
 
 
@@ -338,7 +338,7 @@ def settings(path):
 
 
 def test_the_chunk_is_part_of_the_checkpoint(tmp_path, ens, cross_entropy, make_batches):
-    """What a trainer leaves open is as before; what it says is as it says."""
+    """A resumed trainer keeps options that it leaves unset, and uses those that it sets."""
     for i, (options, expected) in enumerate(
         (
             ({"chunk_size": 2}, ("vmap", 2)),
@@ -354,7 +354,7 @@ def test_the_chunk_is_part_of_the_checkpoint(tmp_path, ens, cross_entropy, make_
         assert settings(tmp_path / f"step_{i + 1:08d}") == expected
 
 
-def test_what_a_killed_run_left_is_ignored(tmp_path, trainer, ens, make_batches):
+def test_leftovers_of_a_killed_run_are_ignored(tmp_path, trainer, ens, make_batches):
     (tmp_path / ".step_00000009.abc.unfinished").mkdir()
     (tmp_path / "step_notes").mkdir()
     state, _ = trainer.fit(trainer.init(ens), make_batches(2), progress=False, checkpoint_dir=tmp_path)
@@ -392,7 +392,7 @@ class Test_refusals:
         with pytest.raises(error, match=match):
             trainer.fit(trainer.init(ens), [], progress=False, **options)
 
-    def test_what_is_no_state_and_no_batches(self, trainer, ens):
+    def test_invalid_states_and_batches(self, trainer, ens):
         with pytest.raises(TypeError, match="Trainer.fit: state must be a TrainState"):
             trainer.fit(ens, [])
         with pytest.raises(TypeError, match="batches must be an iterable of batches, but got 3"):
@@ -405,7 +405,7 @@ class Test_refusals:
             other.fit(other.init(ens), make_batches(1), progress=False, checkpoint_dir=tmp_path)
 
     def test_a_checkpoint_of_another_optimizer(self, tmp_path, trainer, ens, cross_entropy, make_batches):
-        """Of the same state: nothing else tells."""
+        """Both have the same state structure, so only the name differs."""
         first = Trainer(cross_entropy, optax.adam, hyperparams={"learning_rate": 0.1})
         first.fit(first.init(ens), make_batches(1), progress=False, checkpoint_dir=tmp_path)
         other = Trainer(cross_entropy, optax.adamw, hyperparams={"learning_rate": 0.1})
@@ -413,7 +413,7 @@ class Test_refusals:
             other.fit(other.init(ens), make_batches(1), progress=False, checkpoint_dir=tmp_path)
 
     def test_a_directory_that_cannot_be_made(self, tmp_path, trainer, ens):
-        """Before the first step, not after the last."""
+        """Fails before the first step, not after the last."""
         (tmp_path / "file").write_text("mine")
         batches = iter([None])
         for path in (tmp_path / "file", tmp_path / "file" / "inside"):
@@ -432,7 +432,7 @@ class Test_refusals:
         with pytest.raises(ValueError, match="in `ensemble`, for each member, but `like` has"):
             trainer.fit(trainer.init(Ensemble.create(stateful, 3, seed=0)), [], progress=False, checkpoint_dir=tmp_path)
 
-    def test_a_checkpoint_later_than_asked_for(self, tmp_path, trainer, ens, make_batches):
+    def test_a_checkpoint_beyond_the_requested_steps(self, tmp_path, trainer, ens, make_batches):
         trainer.fit(trainer.init(ens), make_batches(4), progress=False, checkpoint_dir=tmp_path)
         with pytest.raises(ValueError, match="is at step 4, after step 2; take more steps"):
             trainer.fit(trainer.init(ens), make_batches(4), steps=2, progress=False, checkpoint_dir=tmp_path)

@@ -1,4 +1,4 @@
-"""Steps of a population: members taken, copied, perturbed, combined, averaged."""
+"""Population steps: select, exploit, perturb, combine and average members."""
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ def rows(tree, i):
 
 
 @pytest.mark.parametrize("strategy", ["vmap", "loop"])
-def test_select_takes_members_and_all_that_is_theirs(trained, assert_same, strategy):
+def test_select_takes_members_with_their_whole_state(trained, assert_same, strategy):
     trainer, state = trained
     if strategy == "loop":
         looped = Trainer(lambda m, x: jnp.mean(m(x) ** 2), optax.adam(0.1), strategy="loop")
@@ -92,14 +92,14 @@ class Test_exploit:
             ratio = float(rates[i] / before[source[i]])
             assert ratio == pytest.approx(1) if i == source[i] else ratio in (0.5, 2.0)
             assert float(weights[i] / old[source[i]]) == pytest.approx(1 if i == source[i] else 0.1)
-        # Copies draw numbers of their own.
+        # Copies get new random keys.
         keys = [x for x in jax.tree.leaves(after.ensemble.rest) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
         assert keys
         for key in keys:
             data = np.asarray(jax.random.key_data(key)).reshape(5, -1)
             assert len(np.unique(data, axis=0)) == 5
 
-    def test_sources_are_drawn_alike(self, trained):
+    def test_sources_are_drawn_uniformly(self, trained):
         _, state = trained
         counts = np.zeros(5)
         for seed in range(60):
@@ -219,7 +219,7 @@ class Test_soup:
             soup(ensemble).first.kernel[...], np.mean([m.first.kernel[...] for m in ensemble], axis=0), atol=1e-6
         )
 
-    def test_keeps_dtypes_and_ignores_who_has_no_weight(self):
+    def test_keeps_dtypes_and_ignores_members_with_zero_weight(self):
         members = [{"w": jnp.full(3, x, jnp.float16), "n": jnp.int32(i)} for i, x in enumerate([1.0, np.nan, 3.0])]
         model = soup(Ensemble.from_apply(lambda v, x: v["w"] * x, members), [1, 0, 1])
         assert model.variables["w"].dtype == jnp.float16
@@ -242,7 +242,7 @@ class Test_soup:
             soup([1])
 
 
-def test_indices_of_a_narrow_dtype_select_among_more_members_than_it_counts():
+def test_indices_of_a_narrow_dtype_select_from_more_members_than_its_maximum():
     ens = Ensemble.from_apply(jnp.multiply, [jnp.full(2, i) for i in range(300)])
     np.testing.assert_array_equal(select(ens, np.array([200, 3], np.uint8))(1), [[200, 200], [3, 3]])
     np.testing.assert_array_equal(select(ens, np.array([-1], np.int8))(1), [[299, 299]])

@@ -1,4 +1,4 @@
-"""An ensemble over two processes with two devices each. This file is also the script that each of them runs."""
+"""An ensemble over two processes with two devices each. This file is also the script that each process runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from plurax.ensemble import EarlyStopping, Ensemble, Restarts, Trainer, load, lo
 from plurax.transforms._runs import array_store
 from plurax.transforms._runs.processes import Damaged, Group
 
-# All in one worker: what they ask is found once.
+# All in one worker, which runs the script once.
 pytestmark = pytest.mark.xdist_group("two processes")
 
 BATCHES = [
@@ -37,7 +37,7 @@ BATCHES = [
 
 
 class Model(nnx.Module):
-    """A dense layer and what draws random numbers: keys are saved and loaded too."""
+    """A dense layer and dropout, so that keys are saved and loaded too."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.dense = nnx.Linear(3, 2, rngs=rngs)
@@ -56,7 +56,7 @@ def trainer_on(mesh: Any) -> Trainer:
 
 
 def ill_trainer_on(mesh: Any) -> Trainer:
-    """Of four members the second does not learn, and the third does not stay finite."""
+    """Of four members, the second does not learn and the third becomes non-finite."""
     rates = {"learning_rate": [0.1, 0.0, 1e30, 0.05]}
     return Trainer(loss, optax.sgd, hyperparams=rates, strategy="vmap", mesh=mesh)
 
@@ -86,28 +86,28 @@ def numbers(tree: Any) -> list[np.ndarray]:
 
 
 def held(tree: Any) -> list[np.ndarray]:
-    """What this process has of some arrays."""
+    """Return the shards of this process."""
     data = [
         jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in jax.tree.leaves(tree)
     ]
     return [np.asarray(shard.data) for x in data for shard in x.addressable_shards]
 
 
-# What each process does.
+# The script.
 
 
 def run(root: Path) -> dict[str, Any]:
-    """Train, save and load on meshes over both processes; what went wrong, by name."""
+    """Train, save and load on meshes over both processes; return tracebacks by name."""
     devices = np.array(jax.devices())
     assert (jax.process_count(), devices.size, jax.local_device_count()) == (2, 4, 2)
     flat = Mesh(devices, ("ensemble",))
-    across = Mesh(devices.reshape(2, 2).T, ("ensemble", "data"))  # both processes have a part of each batch
+    across = Mesh(devices.reshape(2, 2).T, ("ensemble", "data"))  # both processes hold a part of each batch
     found: dict[str, Any] = {}
 
     def check(work: Any) -> None:
         try:
             found[work.__name__] = work() or ""
-        except Exception:  # whatever it is, the test shows it
+        except Exception:  # the test reports any error
             found[work.__name__] = traceback.format_exc()
 
     @check
@@ -127,7 +127,7 @@ def run(root: Path) -> dict[str, Any]:
         state = trainer.init(members(5))
         for batch in BATCHES:
             state, metrics = trainer.step(state, batch)
-            assert len(state.ensemble) == 5  # looking changes nothing
+            assert len(state.ensemble) == 5  # `len` does not change the state
         assert metrics["loss"].shape == (5,)
         remade = jax.tree.map(lambda x: x, state)
         assert trainer.step(remade, BATCHES[0])[1]["loss"].shape == (5,)
@@ -170,14 +170,14 @@ def run(root: Path) -> dict[str, Any]:
                     save(root / name, ensemble)
         finally:
             array_store.put = put
-        if jax.process_index() == 0:  # which is the one that cleans up
+        if jax.process_index() == 0:  # the process that cleans up
             assert sorted(path.name for path in root.rglob("*")) == before
         with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
             load(root / "other", ensemble)
 
     @check
     def own_files() -> None:
-        """What a process has alone, it saves and loads alone."""
+        """A process saves and loads its local arrays alone."""
         mine = jax.tree.map(lambda x: x + jax.process_index(), members(2).trainable)
         ensemble = Ensemble(members(2).structure, mine, members(2).rest)
         save(root / f"own {jax.process_index()}", ensemble)
@@ -193,12 +193,12 @@ def main() -> None:
     (root / f"found {process}").write_text(json.dumps(run(root / "files")))
 
 
-# What the tests do, in a process and on a device of their own.
+# The tests, in one process with one device.
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where two processes have written what they found, and their checkpoints."""
+    """Return the directory with the results and checkpoints of two processes."""
     root = tmp_path_factory.mktemp("processes")
     (root / "files").mkdir()
     with socket.socket() as free:
@@ -234,7 +234,7 @@ def test_two_processes(root: Path, name: str, process: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "size"), [("run/step_00000004", 4), ("padded", 5)])
-def test_one_process_reads_what_two_have_trained(root: Path, name: str, size: int) -> None:
+def test_one_process_loads_a_checkpoint_of_two(root: Path, name: str, size: int) -> None:
     trainer = trainer_on(None)
     expected, _ = trainer.fit(trainer.init(members(size)), BATCHES, progress=False)
     path = root / "files" / name
@@ -263,11 +263,11 @@ def test_each_process_has_written_its_members(root: Path) -> None:
     assert manifest["owners"] == [0, 0, 1, 1]
     assert {name.split("/")[1] for name in manifest["files"] if name.startswith("arrays/")} == {"0", "1"}
     manifest = json.loads((root / "files" / "padded" / "plurax.json").read_text())
-    assert manifest["owners"] == [0, 0, 0, 0, 0]  # five members do not divide: every process has all
+    assert manifest["owners"] == [0, 0, 0, 0, 0]  # five members do not divide over four devices: each process holds all
 
 
 class Test_a_group_of_one:
-    """It never waits for anybody."""
+    """Gathers and agrees without communication."""
 
     def test_gathers_and_agrees_with_itself(self) -> None:
         group = Group.of({"x": jnp.ones(3), "y": np.ones(2)})
@@ -276,7 +276,7 @@ class Test_a_group_of_one:
         assert group.gather({"a": 1}) == [{"a": 1}]
         assert group.agree(lambda: 3) == 3
 
-    def test_raises_what_was_raised(self) -> None:
+    def test_reraises_errors(self) -> None:
         def fail() -> None:
             raise Damaged("no")
 

@@ -1,4 +1,4 @@
-"""Hyperparameters that differ between members: of the optimizer, of the loss, schedules, and grids of them."""
+"""Per-member hyperparameters: of the optimizer, of the loss, schedules, and grids."""
 
 import functools
 
@@ -58,7 +58,7 @@ def test_values_of_the_loss_may_be_shared_and_have_defaults():
     np.testing.assert_array_equal(losses, expected)
 
 
-def test_a_grad_fn_and_an_optimizer_that_asks_get_the_member_s_loss():
+def test_a_grad_fn_and_a_line_search_get_the_loss_of_the_member():
     ensemble = Ensemble.create(make, 2, seed=0)
     seen = []
 
@@ -114,7 +114,7 @@ def test_values_are_numbers_of_any_kind(values):
 
 
 @pytest.mark.parametrize("number", [1, jnp.array(1), np.float32(1), np.array(1.0)])
-def test_numbers_of_any_kind_stand_among_schedules(number):
+def test_numbers_of_any_kind_mix_with_schedules(number):
     schedule = optax.cosine_decay_schedule(0.3, 6)
     trainer = Trainer(
         lambda m, x, y: smoothed(m, x, y, weight=1.0), optax.sgd, hyperparams={"learning_rate": [schedule, number]}
@@ -123,7 +123,7 @@ def test_numbers_of_any_kind_stand_among_schedules(number):
     np.testing.assert_allclose(state.opt_state.hyperparams["learning_rate"], [schedule(1), 1.0])
 
 
-def test_what_was_saved_goes_on_with_its_values(tmp_path, assert_same):
+def test_a_loaded_state_resumes_with_its_values(tmp_path, assert_same):
     options = {"hyperparams": {"learning_rate": [optax.cosine_decay_schedule(0.3, 6), 0.1], "weight": [1.0, 2.0]}}
     trainer = Trainer(smoothed, optax.sgd, **options)
     state, _ = final(trainer, Ensemble.create(make, 2, seed=0), 3)
@@ -148,7 +148,7 @@ def test_a_grid_has_every_combination():
     assert len(set(members)) == 6
 
 
-def test_members_may_begin_alike():
+def test_members_may_start_equal():
     keys = jnp.tile(jax.random.split(jax.random.key(3), 2), 3)
     ensemble = Ensemble.create(make, 6, seed=keys)
     kernels = np.stack([member.kernel[...] for member in ensemble])
@@ -167,7 +167,7 @@ def test_the_history_has_the_values_of_each_member():
     assert set(history[0]) == {"step", "member", "learning_rate", "weight", "loss"}
 
 
-def test_the_history_goes_by_what_members_have(assert_same):
+def test_the_history_follows_the_values_in_the_state(assert_same):
     trainer = Trainer(smoothed, optax.sgd, hyperparams={"learning_rate": [0.1, 0.2, 0.3], "weight": 1.0})
     state = select(trainer.init(Ensemble.create(make, 3, seed=0)), [2, 0, 2, 1])
     _, history = trainer.fit(state, [(X, Y)], progress=False)
@@ -214,7 +214,7 @@ class Test_refusals:
         with pytest.raises(ValueError, match="both the loss and adamw take a hyperparameter 'weight_decay'; rename"):
             Trainer(lambda m, x, *, weight_decay: 0, optax.adamw, hyperparams={"weight_decay": 0.1})
 
-    def test_of_the_size(self):
+    def test_the_wrong_number_of_values(self):
         trainer = Trainer(smoothed, optax.sgd(0.1), hyperparams={"weight": [1.0, 2.0]})
         with pytest.raises(ValueError, match=r"hyperparams\['weight'\] has 2 values, but the ensemble has 3 members"):
             trainer.init(Ensemble.create(make, 3, seed=0))

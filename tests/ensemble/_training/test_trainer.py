@@ -20,7 +20,7 @@ RATES = [0.02, 0.01, 0.03]
 
 
 def training_alone(loss, optimizer):
-    """Plain Flax and optax: trains a model with `optimizer(*numbers)`, and returns the losses."""
+    """Return a function that trains one model with plain Flax and optax, and returns the losses."""
 
     @nnx.jit
     def step(model, opt_state, batch, numbers):
@@ -50,13 +50,13 @@ def train(trainer, ensemble, batches):
     return state, np.array(losses)
 
 
-# Dropout compiles slowly: where a test asks only whether members are kept apart, two strategies have it.
+# Dropout compiles slowly, so only two strategies have it where a test checks that members are independent.
 KINDS = [("vmap", "stateful"), ("map", "plain"), ("unroll", "plain"), ("loop", "stateful")]
 
 
 @pytest.fixture(scope="module")
 def trained_alone(request, cross_entropy, make_batches):
-    """The batches for a kind of model, and for each rate of `RATES` a model trained on them alone and its losses."""
+    """Return the batches for a kind of model and, for each of `RATES`, a model trained alone and its losses."""
 
     @functools.cache
     def of(kind):
@@ -128,7 +128,7 @@ def test_the_axes_of_a_batch_are_checked_once(plain, create, cross_entropy, make
     assert sorted(checks) == ["axes_per_argument", "mapped_size"]
 
 
-def test_a_batch_that_is_no_tuple_is_one_argument(plain, create):
+def test_a_batch_that_is_not_a_tuple_is_one_argument(plain, create):
     trainer = Trainer(lambda model, batch: (model(batch["x"]) ** 2).mean(), optax.sgd(0.1))
     _, metrics = trainer.step(trainer.init(create(plain, 2)), {"x": jnp.ones((5, 4))})
     assert metrics["loss"].shape == (2,)
@@ -138,8 +138,8 @@ def test_a_batch_that_is_no_tuple_is_one_argument(plain, create):
 
 
 @pytest.mark.parametrize("options", [{"strategy": "map"}, {"strategy": "vmap", "chunk_size": 3}])
-class Test_steps_that_take_over_the_memory:
-    """`fit` hands the state over; loops then replace some members' part of it at a time."""
+class Test_steps_that_donate_the_state:
+    """`fit` donates the state; loops then replace the arrays of some members at a time."""
 
     def test_compute_the_same(self, options, stateful, create, assert_same):
         def loss(model, x, y, scale):
@@ -181,7 +181,7 @@ class Test_steps_that_take_over_the_memory:
             need = trainer._stepper.executor.temporaries(inputs, donate, execution)
             assert need < sum(x.nbytes for x in jax.tree.leaves(state)) / 3
 
-    def test_whose_arrays_change_their_dtype(self, options, assert_same):
+    def test_with_arrays_that_change_dtype(self, options, assert_same):
         def narrow(updates, state, params=None):
             return updates, jax.tree.map(lambda x: x.astype(jnp.float16), state)
 
@@ -204,7 +204,7 @@ def test_chunks_of_members_change_nothing(stateful, create, cross_entropy, make_
         assert_same(state, states[0], tolerance=1e-5)
 
 
-def test_what_the_loss_reports_has_the_members_first(plain, create, cross_entropy, make_batches):
+def test_reported_values_have_a_leading_member_axis(plain, create, cross_entropy, make_batches):
     trainer = Trainer(cross_entropy, optax.sgd(0.1))
     _, metrics = trainer.step(trainer.init(create(plain, 3)), make_batches(1)[0])
     assert {name: value.shape for name, value in metrics.items()} == {"loss": (3,), "accuracy": (3,)}
@@ -293,7 +293,7 @@ def has_convolution_step(trainer, ens, batch):
 
 
 def test_auto_follows_its_rule(plain, convolutional, create, cross_entropy, make_batches):
-    """Traced, "loop" is unrolled: as many convolutions as members; `vmap` has as many as one member."""
+    """Traced, "loop" is unrolled: one set of convolutions per member; "vmap" has one set in total."""
     auto = Trainer(cross_entropy, optax.sgd(0.1))
     batch = make_batches(1, features=20)[0]
     of_one = has_convolution_step(auto, create(convolutional, 1), batch)
@@ -323,7 +323,7 @@ class Test_optimizers:
             train_one(member, make_batches(3), rates[i], decays[i])
             assert_same(state.ensemble[i], member, tolerance=1e-5)
 
-    def test_the_values_stand_in_the_state(self, plain, create, cross_entropy):
+    def test_the_values_are_in_the_state(self, plain, create, cross_entropy):
         trainer = Trainer(cross_entropy, optax.adam, hyperparams={"learning_rate": [0.1, 0.2]})
         state = trainer.init(create(plain, 2))
         np.testing.assert_array_equal(state.opt_state.hyperparams["learning_rate"], np.float32([0.1, 0.2]))
@@ -352,8 +352,8 @@ class Test_optimizers:
         state, _ = train(trainer, Ensemble.create(make, 2, seed=0), make_batches(2))
         assert state.ensemble[0].kernel.dtype == jnp.bfloat16
 
-    def test_optimizers_that_ask_for_the_loss(self, plain, create, cross_entropy, make_batches, assert_same):
-        """A line search evaluates the loss; it ends after other counts of evaluations for each member."""
+    def test_optimizers_that_evaluate_the_loss(self, plain, create, cross_entropy, make_batches, assert_same):
+        """A line search evaluates the loss, a different number of times for each member."""
         x, y = make_batches(1)[0]
 
         def loss(model, x, y):
@@ -388,7 +388,7 @@ class Test_optimizers:
             trainer = Trainer(cross_entropy, optax.adam, hyperparams={"learning_rate": values})
             np.testing.assert_array_equal(trainer.init(ens).opt_state.hyperparams["learning_rate"], [0, 1])
 
-    def test_a_later_change_of_the_callers_array_is_none_of_the_trainers(self, plain, create, cross_entropy):
+    def test_later_changes_of_the_callers_array_do_not_affect_the_trainer(self, plain, create, cross_entropy):
         rates = np.array([0.1, 0.2])
         trainer = Trainer(cross_entropy, optax.adam, hyperparams={"learning_rate": rates})
         rates[:] = 0
@@ -398,7 +398,7 @@ class Test_optimizers:
 
 @pytest.fixture(scope="module")
 def pair(plain, create, cross_entropy, make_batches):
-    """What makes a state after a step of a loop, and the same state made as one program."""
+    """Return a function that makes the state after a step of a loop, and the same state made by one program."""
     ens = create(plain, 3)
 
     def stepped(strategy):
@@ -409,7 +409,7 @@ def pair(plain, create, cross_entropy, make_batches):
 
 
 class Test_states_of_loops:
-    """They are stacked, as those of any strategy."""
+    """They are stacked, as with any strategy."""
 
     @pytest.mark.parametrize(
         "look",
@@ -423,13 +423,13 @@ class Test_states_of_loops:
             lambda state: dataclasses.replace(state, step=state.step + 1),
         ],
     )
-    def test_every_look_sees_the_stacked_arrays(self, pair, assert_same, look):
+    def test_every_access_sees_the_stacked_arrays(self, pair, assert_same, look):
         stepped, expected = pair
         seen = look(stepped())
         assert type(seen) is type(look(expected))
         assert_same(seen, look(expected), tolerance=1e-6)
 
-    def test_looking_once_or_often_is_the_same(self, pair, cross_entropy, make_batches, assert_same):
+    def test_repeated_access_gives_the_same_arrays(self, pair, cross_entropy, make_batches, assert_same):
         trainer = Trainer(cross_entropy, optax.adam(0.01), strategy="loop")
         state = pair[0]()
         unseen, _ = trainer.step(state, make_batches(2)[1])
@@ -437,7 +437,7 @@ class Test_states_of_loops:
         seen, _ = trainer.step(state, make_batches(2)[1])
         assert_same(unseen, seen)
 
-    def test_what_it_does_not_have_is_named(self, pair):
+    def test_missing_attributes_are_named(self, pair):
         with pytest.raises(AttributeError, match="object has no attribute .params."):
             _ = pair[0]().params
         with pytest.raises(dataclasses.FrozenInstanceError):
@@ -458,8 +458,8 @@ class Test_grad_fn:
         b, _ = train(Trainer(cross_entropy, optax.sgd(0.1)), ens, make_batches(2))
         assert_same(a.ensemble, b.ensemble, tolerance=1e-6)
 
-    def test_what_it_assigns_to_the_parameters_holds(self, plain, create, cross_entropy, make_batches, assert_same):
-        """As in a plain Flax loop, where the optimizer updates the module as it is then."""
+    def test_its_assignments_to_the_parameters_are_kept(self, plain, create, cross_entropy, make_batches, assert_same):
+        """As in a plain Flax loop, the optimizer updates the parameters that the gradient function assigned."""
 
         def clipped(loss):
             def gradients(model, *batch):
@@ -547,11 +547,11 @@ class Test_refusals:
             self.make(optax.adam(0.1), hyperparams={"learning_rate": 0.1})
 
     @pytest.mark.parametrize("value", [["a", "b"], [[0.1, 0.2]], [True, False], [], [[1], [2, 3]]])
-    def test_hyperparameters_that_are_no_numbers(self, value):
+    def test_hyperparameters_that_are_not_numbers(self, value):
         with pytest.raises(TypeError, match=r"hyperparams\['learning_rate'\] must be a number or a list"):
             self.make(optax.adam, hyperparams={"learning_rate": value})
 
-    def test_hyperparameters_that_are_no_dict(self):
+    def test_hyperparameters_that_are_not_a_dict(self):
         with pytest.raises(TypeError, match=r"hyperparams must be a dict .* but got \[0.1\] of type list"):
             self.make(optax.adam, hyperparams=[0.1])
 
@@ -597,7 +597,7 @@ class Test_refusals:
             with pytest.raises(ValueError, match="tune_seconds must be at least 0, but got"):
                 self.make(optax.sgd(0.1), tune_seconds=seconds)
 
-    def test_other_things_than_an_ensemble_or_a_state(self, plain, create, make_batches):
+    def test_arguments_that_are_not_an_ensemble_or_a_state(self, plain, create, make_batches):
         trainer = self.make(optax.sgd(0.1))
         with pytest.raises(TypeError, match="Trainer.init: needs an Ensemble, but got Plain"):
             trainer.init(plain(nnx.Rngs(0)))

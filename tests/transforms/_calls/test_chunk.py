@@ -1,4 +1,4 @@
-"""`vmap(chunk_size=)`: for every chunk size the results of the unchunked map, in less memory."""
+"""`vmap(chunk_size=)`: the results of the unchunked map for every chunk size, in less memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def is_key(x: Any) -> bool:
 
 
 def assert_same(actual: Any, expected: Any) -> None:
-    """Equal structures, shapes and dtypes; floats to a few ulp, everything else exactly."""
+    """Assert equal structures, shapes and dtypes; floats to a few ulp, everything else exactly."""
     chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         if is_key(a):
@@ -41,19 +41,19 @@ def assert_same(actual: Any, expected: Any) -> None:
     [jnp.ones(3), jnp.ones(2, jnp.int32), 1.01 * jnp.ones(2), [jnp.ones(2)]],
     ids=["shape", "dtype", "value", "structure"],
 )
-def test_the_helper_sees_differences(other: Any) -> None:
+def test_the_helper_detects_differences(other: Any) -> None:
     assert_same(jnp.ones(2), jnp.ones(2))
     with pytest.raises(AssertionError, match="differ|equal|dtype|shape|tolerance"):
         assert_same(jnp.ones(2), other)
 
 
-def test_the_helper_sees_other_keys() -> None:
+def test_the_helper_detects_other_keys() -> None:
     with pytest.raises(AssertionError, match="not equal"):
         assert_same(jax.random.key(0), jax.random.key(1))
 
 
 def everything(tree: Any, shared: Any, key: Any, *, scale: Any) -> Any:
-    """A bit of everything: containers, constants, dtypes, random numbers, an output that nothing maps."""
+    """Return many kinds of output: containers, constants, dtypes, random numbers, an unmapped output."""
     x = tree["x"][0]
     out = {
         "float": jnp.sin(x) @ shared * scale["s"],
@@ -121,7 +121,7 @@ def test_the_last_chunk_holds_what_remains() -> None:
     assert set(sizes) == {3, 2}
 
 
-def test_what_nothing_maps_is_repeated_or_left() -> None:
+def test_unmapped_outputs_are_repeated_or_shared() -> None:
     fun = lambda *xs: jnp.arange(3)
     assert_same(vmap(fun, axis_size=5, chunk_size=2)(), np.tile(np.arange(3, dtype=np.int32), (5, 1)))
     assert_same(vmap(fun, None, 1, axis_size=5, chunk_size=2)(1.0), np.tile(np.arange(3, dtype=np.int32), (5, 1)).T)
@@ -164,7 +164,7 @@ W = {"kernel": np.cos(np.arange(21.0, dtype=np.float32)).reshape(3, 7), "bias": 
         pytest.param(lambda f: jax.grad(lambda w, x: jax.grad(f)(w, x)["kernel"].sum()), id="grad-grad"),
     ],
 )
-def test_chunks_pass_through_transforms(transform: Callable[..., Any]) -> None:
+def test_chunks_work_under_transforms(transform: Callable[..., Any]) -> None:
     expected, actual = (jax.jit(transform(functools.partial(loss, chunk_size)))(W, X.T) for chunk_size in (None, 2))
     chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
     chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-5)
@@ -177,7 +177,7 @@ def test_maps_in_chunks_nest() -> None:
         assert_same(jax.jit(nested)(X[:, 0], X[0]), X[0][:, None] * X[:, 0])
 
 
-def test_an_inner_map_in_chunks_takes_the_collectives_of_an_outer_one() -> None:
+def test_a_chunked_map_supports_collectives_of_an_outer_map() -> None:
     inner = vmap(lambda x: x - lax.pmean(x, "outer"), chunk_size=2)
     assert_same(vmap(inner, axis_name="outer")(X), X - X.mean(0))
 
@@ -188,7 +188,7 @@ def test_floats_are_equal_under_float64() -> None:
         assert_same(vmap(jnp.exp, chunk_size=2)(x), jnp.exp(x))
 
 
-# Memory, as the compiler plans it.
+# Memory, as planned by the compiler.
 
 
 def temporaries(fun: Callable[..., Any], *args: Any) -> int:
@@ -201,7 +201,7 @@ def test_the_temporaries_are_those_of_one_chunk() -> None:
     n, width = 32, 64
 
     def fun(x: Any) -> Any:
-        return jnp.sort(jnp.outer(x, x), axis=None)[::7].sum()  # which no compiler sorts without holding it
+        return jnp.sort(jnp.outer(x, x), axis=None)[::7].sum()  # compilers materialize the product to sort it
 
     x = jax.ShapeDtypeStruct((n, width), jnp.float32)
     whole = temporaries(vmap(fun), x)
@@ -212,13 +212,13 @@ def test_the_temporaries_are_those_of_one_chunk() -> None:
 
 
 @pytest.mark.parametrize("out_axes", [0, 1, -1])
-def test_the_result_is_held_once(out_axes: int) -> None:
+def test_the_result_is_stored_once(out_axes: int) -> None:
     n, width = 128, 48
     fun = lambda x: jnp.cos(jnp.outer(x, x))
     x = jax.ShapeDtypeStruct((n, width), jnp.float32)
     result = n * width * width * 4
     assert temporaries(vmap(fun, out_axes=out_axes, chunk_size=4), x) < result / 8
-    # Mapping with `lax.map` and moving the axis afterwards is what this avoids.
+    # `lax.map` followed by `moveaxis` needs memory for the whole result.
     twice = lambda x: jnp.moveaxis(lax.map(fun, x, batch_size=4), 0, out_axes)
     assert out_axes == 0 or temporaries(twice, x) >= result
 

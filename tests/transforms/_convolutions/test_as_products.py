@@ -22,7 +22,7 @@ def normal(seed: int, shape: tuple[int, ...], dtype: Any = np.float32) -> jax.Ar
 
 
 def names(jaxpr: Any) -> set[str]:
-    """The operations of a program, those inside of others too."""
+    """Return the primitives of a program, including nested ones."""
     found = set()
     for eqn in jaxpr.eqns:
         found.add(eqn.primitive.name)
@@ -33,7 +33,7 @@ def names(jaxpr: Any) -> set[str]:
 
 
 def assert_same(fun: Callable[..., Any], *args: Any, tolerance: float = 1e-5) -> None:
-    """The same values with the convolutions as products, to a part of the largest."""
+    """Assert that convolutions as products give the same values, relative to the largest."""
     assert_equal(convolutions_as_products(fun), fun, *args, tolerance=tolerance)
 
 
@@ -47,7 +47,7 @@ def assert_equal(rewritten: Callable[..., Any], fun: Callable[..., Any], *args: 
 
 
 def with_gradients(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """The value, and what comes back from a cotangent that differs everywhere."""
+    """Return a function that returns the value and the cotangents, for a non-constant output cotangent."""
 
     def both(*args: Any) -> Any:
         out, back = jax.vjp(fun, *args)
@@ -58,10 +58,10 @@ def with_gradients(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 @st.composite
 def convolutions(draw: st.DrawFn, crops_and_pads: bool) -> tuple[Callable[..., Any], Callable[..., Any], Any, Any]:
-    """A convolution of any kind, the same of an input that was cropped and padded before, and the shapes it takes.
+    """Return an arbitrary convolution, the same on an explicitly cropped and padded input, and the input shapes.
 
-    XLA reads beyond an input that is cropped at its beginning and padded at its end (openxla/xla#48713), which also
-    happens in the gradient of one that is padded by more than its window.
+    XLA reads out of bounds in an input that is cropped at its start and padded at its end (openxla/xla#48713). The
+    gradient of an input that is padded by more than its window is such a case.
     """
     places = draw(st.integers(1, 3))
     groups = draw(st.sampled_from([(1, 1), (1, 1), (2, 1), (3, 1), (1, 2)]))
@@ -84,7 +84,7 @@ def convolutions(draw: st.DrawFn, crops_and_pads: bool) -> tuple[Callable[..., A
         return lax.conv_general_dilated(x, w, strides, padding, lhs_dilation=spread, rhs_dilation=dilation, **numbers)
 
     def padded(x: jax.Array, w: jax.Array) -> jax.Array:
-        places = (axis for axis in rhs if axis in names)  # in the order of which JAX reads strides and padding
+        places = (axis for axis in rhs if axis in names)  # JAX reads strides and padding in this order
         config = {axis: (*pad, step - 1) for axis, pad, step in zip(places, padding, spread, strict=True)}
         x = lax.pad(x, jnp.zeros((), x.dtype), [config.get(axis, (0, 0, 0)) for axis in lhs])
         return lax.conv_general_dilated(x, w, strides, "VALID", rhs_dilation=dilation, **numbers)
@@ -99,7 +99,7 @@ def test_every_convolution_and_its_gradients(case: Any) -> None:
     x, w = normal(0, lhs), normal(1, rhs)
     try:
         size = jax.eval_shape(fun, x, w).size
-    except (TypeError, ValueError):  # a window larger than what it goes over
+    except (TypeError, ValueError):  # the window is larger than the input
         return
     if size:
         assert_equal(convolutions_as_products(with_gradients(fun)), with_gradients(padded), x, w)
@@ -163,7 +163,7 @@ def test_named_scopes_reach_into_calls(rewrite: Any) -> None:
 
     eqns = jax.make_jaxpr(rewrite(fun))(normal(0, (2, 5, 2))).eqns
     scopes = {str(eqn.source_info.name_stack) for eqn in eqns}
-    assert scopes - {""} == {"outer", "outer/inner"}  # none where the result is put in its order
+    assert scopes - {""} == {"outer", "outer/inner"}  # the final transpose has no scope
 
 
 class LeNet(nnx.Module):
@@ -188,7 +188,7 @@ def lenet_gradient() -> tuple[Callable[..., Any], Any, jax.Array]:
 
 
 class Test_programs:
-    def test_a_network_and_its_gradient_have_none_left(self) -> None:
+    def test_a_network_and_its_gradient_contain_no_convolutions(self) -> None:
         fun, params, x = lenet_gradient()
         assert_same(fun, params, x)
         found = names(jax.make_jaxpr(convolutions_as_products(fun))(params, x).jaxpr)
@@ -205,7 +205,7 @@ class Test_programs:
         for ours, *theirs in zip(*map(jax.tree.leaves, (found, *expected)), strict=True):
             np.testing.assert_allclose(ours, np.stack(theirs), atol=2e-5, rtol=1e-4)
 
-    def test_the_order_of_axes_stays_through_elements_and_is_put_back(self) -> None:
+    def test_the_axis_order_is_kept_through_elementwise_operations_and_restored(self) -> None:
         def fun(x: jax.Array, w: jax.Array) -> Any:
             y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
             z = jnp.where(y > 0, jnp.exp(-y), y * jnp.arange(y.shape[1], dtype=y.dtype)[:, None, None])
@@ -251,18 +251,18 @@ class Test_pooling:
     )
     @pytest.mark.parametrize("pool", [nnx.max_pool, nnx.avg_pool, nnx.min_pool])
     def test_values_and_gradients(self, pool: Any, window: Any, strides: Any, padding: str) -> None:
-        # Few values, so that many elements of a window are the largest: the first of them has the gradient.
+        # Rounded values, so that windows have ties: the first maximum receives the gradient.
         x = jnp.round(normal(3, (2, 7, 9, 3)))
         assert_same(with_gradients(lambda x: pool(x, window, strides, padding)), x)
 
-    def test_not_a_number_goes_where_xla_sends_it(self) -> None:
+    def test_nan_propagates_as_in_xla(self) -> None:
         x = normal(4, (1, 6, 4, 2)).at[0, 1, 2, 0].set(jnp.nan).at[0, 4, 1, 1].set(jnp.inf)
         fun = with_gradients(lambda x: nnx.max_pool(x, (2, 2), (2, 2)))
         (value, (gradient,)), (value_, (gradient_,)) = jax.jit(fun)(x), jax.jit(convolutions_as_products(fun))(x)
         np.testing.assert_array_equal(value, value_)
         np.testing.assert_array_equal(gradient, gradient_)
 
-    def test_in_the_order_of_a_convolution(self) -> None:
+    def test_in_the_axis_order_of_a_convolution(self) -> None:
         def fun(x: jax.Array, w: jax.Array) -> jax.Array:
             y = lax.conv_general_dilated(x, w, (1, 1), "VALID", dimension_numbers=("NCHW", "HWIO", "NCHW"))
             return lax.reduce_window(jax.nn.relu(y), -jnp.inf, lax.max, (1, 1, 2, 3), (1, 1, 2, 3), "VALID")
@@ -287,19 +287,19 @@ class Test_loopable_gradients:
         found, expected = (jax.jit(jax.vmap(jax.grad(f)))(x[:, None]) for f in (ours, fun))
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
-    def test_custom_rules_stay_and_so_does_the_convolution(self) -> None:
+    def test_custom_rules_and_their_convolutions_are_kept(self) -> None:
         w = normal(1, (3, 2, 3))
 
         def fun(x: jax.Array) -> jax.Array:
             return jax.nn.relu(lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC")))
 
         ours, x = with_scannable_gradients(fun), jnp.zeros((2, 5, 2))
-        assert not jax.vjp(ours, x)[1](jnp.ones((2, 5, 3)))[0].any()  # by its own rule relu is flat at zero
+        assert not jax.vjp(ours, x)[1](jnp.ones((2, 5, 3)))[0].any()  # relu's custom rule has a zero derivative at zero
         assert "conv_general_dilated" in names(jax.make_jaxpr(ours)(x).jaxpr)
         backward = jax.make_jaxpr(jax.grad(lambda x: ours(x).sum()))(x)
         assert str(backward).count("conv_general_dilated") == 1
 
-    def test_inside_of_loops_and_what_is_computed_again(self) -> None:
+    def test_inside_loops_and_checkpoints(self) -> None:
         w = normal(1, (3, 2, 2))
 
         def conv(x: jax.Array) -> jax.Array:

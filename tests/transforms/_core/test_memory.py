@@ -79,23 +79,23 @@ def test_the_temporaries_stay_within_the_budget(transform: Any, budget: Any, exp
     assert temporaries(transform(layer), X) > size
     assert held(within) <= size
     assert len(probes) <= 8
-    assert max(need for need in probes if need <= size) > size / 3  # the chunk is about as large as it may be
+    assert max(need for need in probes if need <= size) > size / 3  # the chunk is about as large as possible
     chex.assert_trees_all_close(within(X), expected, rtol=2e-5, atol=1e-5)
 
 
-def test_a_large_budget_takes_no_chunks(expected: Any, probes: list[int]) -> None:
+def test_a_large_budget_needs_no_chunks(expected: Any, probes: list[int]) -> None:
     chex.assert_trees_all_close(jax.jit(jacobian(layer, memory_budget="1GB"))(X), expected, rtol=2e-5, atol=1e-5)
     assert len(probes) == 1
 
 
-def test_a_constant_of_one_value_counts_as_in_the_whole_program() -> None:
+def test_a_uniform_constant_counts_as_in_the_whole_program() -> None:
     ones = jnp.ones((128, 128))
     fun = jax.jit(jacfwd(lambda x: jnp.tanh(ones @ jnp.tanh(ones @ x)), memory_budget=100_000))
     assert temporaries(fun, jnp.ones(128)) <= 100_000
 
 
-def test_the_result_is_held_once() -> None:
-    """In chunks of 1 the temporaries are far below the result, so that it is written in place."""
+def test_the_result_is_stored_once() -> None:
+    """In chunks of 1, temporaries far below the result show that it is written in place."""
     fun = lambda x: {"a": jnp.tanh(x[:, None] * jnp.arange(40.0)), "b": jnp.sin(x)}
     x = jnp.ones(150)
     result = 4 * 150 * 150 * 41
@@ -171,8 +171,8 @@ def grad_of(fun: Any) -> Any:
     ],
 )
 @pytest.mark.parametrize("transform", [jacrev, hessian_diagonal, "vmap"])
-def test_a_budget_that_is_not_that_of_the_whole_says_so_once(transform: Any, outer: Any, warns: bool) -> None:
-    """At the line of the caller, with the budget and what was compiled."""
+def test_a_budget_of_a_part_of_the_program_warns_once(transform: Any, outer: Any, warns: bool) -> None:
+    """The warning points to the caller's line and names the budget and the compiled program."""
     xs = X[:12].reshape(4, 3)
 
     def within(scale: Any) -> Any:
@@ -203,7 +203,7 @@ def test_a_budget_that_is_not_that_of_the_whole_says_so_once(transform: Any, out
         (jacrev(lambda x: jnp.sum(x), memory_budget="1MiB"), "0 B"),
     ],
 )
-def test_the_line_of_the_user_is_named_where_jax_calls_what_has_the_budget(outer: Any, within: Any, need: str) -> None:
+def test_the_warning_names_the_users_line_when_jax_makes_the_call(outer: Any, within: Any, need: str) -> None:
     with pytest.warns(UserWarning, match=rf"bounds this part .* \(it needs {need}") as caught:
         outer(within)(jnp.ones((2, 3)))
     assert {warning.filename for warning in caught} == {__file__}
@@ -261,7 +261,7 @@ def test_budgets_of_batches(rows: str, mode: str) -> None:
 @pytest.mark.parametrize(
     "call", [lambda: jacfwd(layer, memory_budget=8)(X), lambda: jacrev(layer, memory_budget="8B")(X)]
 )
-def test_an_impossible_budget_names_the_least_need(call: Any, probes: list[int]) -> None:
+def test_an_impossible_budget_reports_the_minimum(call: Any, probes: list[int]) -> None:
     with pytest.raises(
         ValueError,
         match=r"^jac\w+: no chunk fits into memory_budget=8 B: the smallest found is .* KiB, for .* of .* raise",
@@ -298,7 +298,7 @@ def test_an_impossible_budget_names_the_least_need(call: Any, probes: list[int])
         ({"chunk_size": 1.5}, TypeError, r"chunk_size must be an int or None, but got 1\.5"),
     ],
 )
-def test_budgets_that_say_nothing_are_refused_at_once(transform: Any, options: Any, error: Any, match: str) -> None:
+def test_invalid_budgets_are_refused_at_once(transform: Any, options: Any, error: Any, match: str) -> None:
     with pytest.raises(
         error, match=f"^{transform.__name__}: {match}" if "both" in match or match.startswith("ch") else match
     ):
@@ -323,11 +323,11 @@ def test_budgets_that_say_nothing_are_refused_at_once(transform: Any, options: A
         (np.int64(9), 9),
     ],
 )
-def test_sizes_as_people_write_them(written: Any, size: int) -> None:
+def test_sizes_with_units(written: Any, size: int) -> None:
     assert budgets.check_budget("vmap", written, None) == size
 
 
-def test_a_function_that_asks_for_values_has_no_budget() -> None:
+def test_a_function_that_needs_concrete_values_has_no_budget() -> None:
     branching = lambda x: x**2 if x[0] > 0 else x
     chex.assert_trees_all_close(jacfwd(branching)(X), jnp.diag(2 * X), rtol=1e-6)
     for fun in (branching, lambda x: x * np.asarray(x).sum()):
@@ -336,7 +336,7 @@ def test_a_function_that_asks_for_values_has_no_budget() -> None:
 
 
 @pytest.mark.parametrize("rows", ["vmap", "independent"])
-def test_refusals_name_what_was_called(rows: str) -> None:
+def test_refusals_name_the_called_function(rows: str) -> None:
     batch = lambda x: jnp.tanh(jnp.tanh(x * x) @ W.T)
     with pytest.raises(ValueError, match=r"^batch_jacobian: no chunk fits into memory_budget=9 B"):
         batch_jacobian(batch, rows=rows, memory_budget=9)(X.reshape(1, 64) * np.ones((40, 1), np.float32))

@@ -1,4 +1,4 @@
-"""Weak types: each transform gives the dtypes and weak types that its counterpart in JAX gives, in chunks too."""
+"""Weak types: each transform returns the dtypes and weak types of its counterpart in JAX, in chunks too."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from plurax.transforms.program import accumulate, scan_layers, stack_layers
 
 
 def weak() -> jax.Array:
-    """Numbers as they come of Python's alone."""
+    """Return a weakly typed array, as Python scalars give."""
     return lax.full((5,), 2.0)
 
 

@@ -1,4 +1,4 @@
-"""Diagonals and traces of Hessians against whole ones, and an estimate against what it estimates."""
+"""Diagonals and traces against full Hessians, and an estimate against its expectation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def assert_close(actual: Any, expected: Any, tolerance: float = 2e-5) -> None:
         np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
 
 
-def test_the_helper_sees_differences() -> None:
+def test_the_helper_detects_differences() -> None:
     with pytest.raises(AssertionError, match="tolerance"):
         assert_close(jnp.ones(2), 1.01 * jnp.ones(2))
     with pytest.raises(AssertionError):
@@ -37,14 +37,14 @@ def test_the_helper_sees_differences() -> None:
 
 
 def diagonal(matrix: Any, like: Any) -> Any:
-    """Of a nested Hessian, by the slow way."""
+    """Return the diagonal of a nested Hessian, through a dense matrix."""
     size, shape = np.size(like), np.shape(like)
     return jnp.diagonal(jnp.asarray(matrix).reshape(size, size)).reshape(shape)
 
 
 @pytest.fixture(scope="module")
 def expected() -> Any:
-    """The diagonal, and the trace, of `mixed`."""
+    """Return the Hessian diagonal and trace of `mixed`."""
     by_tree, by_x = jax.jit(jax.hessian(mixed, (1, 0)))(X, TREE, scale=0.5)
     found = {name: diagonal(by_tree[name][0][name], TREE[name]) for name in TREE}, diagonal(by_x[1], X)
     return found, sum(jnp.sum(leaf) for leaf in jax.tree.leaves(found))
@@ -121,7 +121,7 @@ def test_modules_and_aux() -> None:
     assert_close(trace, sum(jnp.sum(leaf) for leaf in jax.tree.leaves(found)))
 
 
-def test_what_forward_mode_does_not_take() -> None:
+def test_functions_without_forward_mode() -> None:
     @jax.custom_vjp
     def cube(x: Any) -> Any:
         return x**3
@@ -130,12 +130,12 @@ def test_what_forward_mode_does_not_take() -> None:
     assert_close(hessian_diagonal(lambda x: jnp.sum(cube(x)))(X), jnp.asarray(6 * X))
 
 
-def test_a_loop_that_reverse_mode_does_not_take() -> None:
+def test_a_loop_without_reverse_mode() -> None:
     fun = lambda x: jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * x), (0, x))[1].sum()  # x**4
     assert_close(hessian_diagonal(fun)(X), jnp.asarray(12 * X**2))
 
 
-def test_nothing_is_formed() -> None:
+def test_no_hessian_is_formed() -> None:
     shapes = str(jax.make_jaxpr(hessian_trace(lambda x: jnp.sum(x**3), chunk_size=5))(jnp.ones(700)))
     assert "700,700" not in shapes
 
@@ -152,17 +152,18 @@ class Test_the_estimate:
         matrix = matrix + matrix.T
         return matrix, lambda x, scale=1.0: scale * x @ matrix @ x / 2
 
-    def test_covers_the_trace_as_often_as_it_says(self) -> None:
+    def test_covers_the_trace_as_often_as_stated(self) -> None:
         matrix, fun = self.quadratic()
         estimate = jax.jit(jax.vmap(hutchinson_trace(fun, 20), (0, None)))
         means, errors = estimate(jax.random.split(jax.random.key(0), 4000), jnp.ones(12))
         inside = np.abs(means - jnp.trace(matrix)) <= stats.t.ppf(0.975, 19) * errors
-        # Of 4000 with 95 % each, 99.99 % of the time between 0.9366 and 0.9634, were they normal; they nearly are.
+        # Each interval covers with 95 %; of 4000, a share within 0.9366 and 0.9634 has probability 99.99 % for normal
+        # estimates, and these nearly are.
         assert 0.93 < float(inside.mean()) < 0.97
         spread = float(
             means.std() / np.sqrt(2 * (np.sum(np.square(matrix)) - np.sum(np.square(np.diagonal(matrix)))) / 20)
         )
-        assert 0.9 < spread < 1.1  # of the variance that the off-diagonal has; false alarms below 1e-10
+        assert 0.9 < spread < 1.1  # variance of the off-diagonal; false alarms below 1e-10
 
     def test_is_that_of_a_plain_loop(self) -> None:
         _, fun = self.quadratic()
@@ -197,14 +198,14 @@ class Test_the_estimate:
         with pytest.raises(error, match=message):
             hutchinson_trace(*arguments)
 
-    def test_counts_may_be_numpys(self) -> None:
+    def test_counts_may_be_numpy_integers(self) -> None:
         estimate = hutchinson_trace(mixed, np.int64(4), (0, 1), chunk_size=np.int32(3))
         expected = hutchinson_trace(mixed, 4, (0, 1))
         key = jax.random.key(0)
         assert_close(estimate(key, X, TREE), expected(key, X, TREE))
 
     @pytest.mark.parametrize("key", [0, np.ones(2), jnp.ones(2, jnp.uint32), jax.random.split(jax.random.key(0))])
-    def test_refuses_what_is_no_key(self, key: Any) -> None:
+    def test_refuses_invalid_keys(self, key: Any) -> None:
         with pytest.raises(TypeError, match="hutchinson_trace: the first argument must be one key, such as"):
             hutchinson_trace(jnp.sum, 2)(key, X)
 

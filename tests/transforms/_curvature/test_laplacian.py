@@ -17,7 +17,7 @@ W = np.asarray(jax.random.normal(jax.random.key(0), (4, 6)) / 2)
 
 
 def trace(fun: Any, *args: Any) -> Any:
-    """In forward mode, which takes loops too."""
+    """Forward over forward mode, which supports loops."""
     return jnp.trace(jax.jacfwd(jax.jacfwd(fun))(*args))
 
 
@@ -38,7 +38,7 @@ def ruled(x: Any) -> Any:
     return x**3
 
 
-ruled.defjvp(lambda x, t: (ruled(*x), 5 * x[0] ** 2 * t[0]))  # wrong on purpose: the rule counts, not the function
+ruled.defjvp(lambda x, t: (ruled(*x), 5 * x[0] ** 2 * t[0]))  # wrong on purpose: the rule is used, not the function
 
 FUNCTIONS = {
     "elementwise": lambda x: jnp.tanh(x) * jnp.exp(x) / (2 + jnp.cos(x)) + jnp.logaddexp(x, 1.0) + x**5,
@@ -155,7 +155,7 @@ def test_a_budget_is_kept() -> None:
     assert need["64KiB"] <= 64 * 1024 < need[None]
 
 
-def test_the_gradient_of_a_laplacian_in_chunks_keeps_nothing_of_them() -> None:
+def test_the_gradient_of_a_chunked_laplacian_stores_no_intermediates() -> None:
     weights, x = jax.random.normal(jax.random.key(0), (64, 96)) / 8, jnp.linspace(-1, 1, 64)
     need, found = {}, {}
     for chunk_size in (None, 4):
@@ -167,7 +167,7 @@ def test_the_gradient_of_a_laplacian_in_chunks_keeps_nothing_of_them() -> None:
     np.testing.assert_allclose(found[4], found[None], rtol=1e-4, atol=1e-3)
 
 
-def test_what_it_cannot_trace_is_left_to_others() -> None:
+def test_untraceable_functions_fall_back() -> None:
     @jax.custom_vjp
     def cube(x: Any) -> Any:
         return x**3

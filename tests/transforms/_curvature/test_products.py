@@ -1,4 +1,4 @@
-"""`hvp`, `vhp`, `gnvp` and `value_grad_and_hvp` against dense matrices; what they cost."""
+"""`hvp`, `vhp`, `gnvp` and `value_grad_and_hvp` against dense matrices, and their cost."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def assert_close(actual: Any, expected: Any) -> None:
     chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_helper_sees_differences() -> None:
+def test_the_helper_detects_differences() -> None:
     with pytest.raises(AssertionError, match="close"):
         assert_close(jnp.ones(2), 1.01 * jnp.ones(2))
 
@@ -89,7 +89,7 @@ def test_the_function_runs_once_for_all_three() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_modules_take_part_and_are_carried_once(mode: str) -> None:
+def test_modules_are_supported_and_updated_once(mode: str) -> None:
     model = Counted()
     tangent = jax.tree.map(lambda _: jnp.asarray(V), nnx.state(model, nnx.Param))
     gain = np.array([1.0, -2.0, 3.0], np.float32)
@@ -109,7 +109,7 @@ def flops(fun: Any, *args: Any) -> float:
     return float(analysis["flops"])
 
 
-def test_what_a_product_costs() -> None:
+def test_the_cost_of_a_product() -> None:
     n, hidden = 64, 96
     weights = {"a": jnp.ones((hidden, n)) / n, "b": jnp.ones((hidden, hidden)) / n, "c": jnp.ones((hidden,))}
 
@@ -187,7 +187,7 @@ def test_rules_of_the_user() -> None:
         (jnp.sum, (), (), TypeError, r"primals must be a tuple with the arguments of fun, but got \(\) of type tuple"),
     ],
 )
-def test_products_without_a_meaning_are_refused(
+def test_undefined_products_are_refused(
     product: Any, fun: Any, primals: Any, tangents: Any, error: Any, match: str
 ) -> None:
     with pytest.raises(error, match=f"^{product.__name__}: {match}"):

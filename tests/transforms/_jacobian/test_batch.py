@@ -26,7 +26,7 @@ def assert_close(actual: Any, expected: Any) -> None:
     chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_helper_sees_differences() -> None:
+def test_the_helper_detects_differences() -> None:
     with pytest.raises(AssertionError, match="close"):
         assert_close(jnp.ones(2), 1.01 * jnp.ones(2))
 
@@ -40,7 +40,7 @@ def expected() -> Any:
 @pytest.mark.parametrize("rows", ["vmap", "independent"])
 @pytest.mark.parametrize("mode", ["auto", "forward", "reverse"])
 @pytest.mark.parametrize("limit", [{}, {"chunk_size": 2}, {"memory_budget": "1MB"}], ids=["", "chunks", "budget"])
-def test_every_way_is_the_loop(rows: str, mode: str, limit: Any, expected: Any) -> None:
+def test_every_method_equals_the_loop(rows: str, mode: str, limit: Any, expected: Any) -> None:
     every = jax.jit(batch_jacobian(layer, rows=rows, mode=mode, **limit))
     assert_close(every(BATCH, scale=2.0), expected)
 
@@ -63,7 +63,7 @@ def test_an_empty_batch(rows: str) -> None:
     assert batch_jacobian(jnp.sin, rows=rows)(BATCH[:0]).shape == (0, 3, 3)
 
 
-def test_dependent_samples_are_found_and_named() -> None:
+def test_dependent_samples_are_detected_and_named() -> None:
     check = {"rows": "independent", "check": True}
     assert_close(batch_jacobian(jnp.sin, **check)(BATCH), jax.vmap(jax.jacfwd(jnp.sin))(BATCH))
     shift = lambda x: x.at[3].add(x[1])
@@ -127,13 +127,13 @@ def test_parameters_of_a_module_by_sample() -> None:
         ({"in_axes": "x"}, TypeError, r"in_axes must be an int, None, or a tuple"),
     ],
 )
-def test_options_without_a_meaning_are_refused_at_once(options: Any, error: Any, match: str) -> None:
+def test_invalid_options_are_refused_at_once(options: Any, error: Any, match: str) -> None:
     with pytest.raises(error, match=f"^batch_jacobian: {match}"):
         batch_jacobian(layer, **options)
 
 
 @pytest.mark.parametrize("rows", ["vmap", "independent"])
-def test_calls_without_a_meaning_are_refused(rows: str) -> None:
+def test_invalid_calls_are_refused(rows: str) -> None:
     refused = lambda error, match: pytest.raises(error, match=f"^batch_jacobian: {match}")
     with refused(ValueError, r"`output` is an array of shape \(\) .* but axis 0 must be the \d samples"):
         batch_jacobian(jnp.mean, rows=rows)(BATCH)
@@ -147,8 +147,8 @@ def test_calls_without_a_meaning_are_refused(rows: str) -> None:
         batch_jacobian(layer, rows=rows)(BATCH, W)
 
 
-def test_auxiliary_arrays_without_samples_are_not_cut() -> None:
-    """Of what does not have the sample along axis 0, all but the first row was lost."""
+def test_auxiliary_arrays_without_a_sample_axis_are_refused() -> None:
+    """Regression: auxiliary arrays without a sample axis lost all rows but the first."""
     with pytest.raises(ValueError, match=r"^batch_jacobian: `aux\['w'\]` is an .*, but axis 0 must be the 1"):
         batch_jacobian(lambda x: (jnp.sin(x), {"w": W, "n": 3, "text": "a string"}), has_aux=True)(BATCH)
 

@@ -27,7 +27,7 @@ def assert_close(actual: Any, expected: Any) -> None:
     chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_helper_sees_differences() -> None:
+def test_the_helper_detects_differences() -> None:
     with pytest.raises(AssertionError, match="close"):
         assert_close(jnp.ones(2), 1.01 * jnp.ones(2))
 
@@ -60,7 +60,7 @@ def test_aux_and_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
-def test_modules_are_carried_once(mode: str) -> None:
+def test_modules_are_updated_once(mode: str) -> None:
     class Counted(nnx.Module):
         def __init__(self) -> None:
             self.gain = nnx.Param(jnp.array([1.0, -2.0, 3.0]))

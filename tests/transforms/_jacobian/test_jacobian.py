@@ -1,4 +1,4 @@
-"""`jacfwd`, `jacrev` and `jacobian` against those of JAX, in chunks or not; which mode "auto" takes."""
+"""`jacfwd`, `jacrev` and `jacobian` against JAX's, in chunks or not, and the mode that "auto" chooses."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def assert_close(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
     chex.assert_trees_all_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_the_helper_sees_differences() -> None:
+def test_the_helper_detects_differences() -> None:
     with pytest.raises(AssertionError, match="close"):
         assert_close(jnp.ones(2), 1.01 * jnp.ones(2))
 
@@ -181,7 +181,7 @@ def test_rules_of_the_user_are_obeyed() -> None:
         assert_close(transform(thrice_the_slope)(X[0]), jnp.asarray(3 * slope))
 
 
-def test_auto_takes_the_mode_that_there_is() -> None:
+def test_auto_takes_the_available_mode() -> None:
     choice = jacobian(thrice_the_slope).explain(X[0])
     assert choice.mode == "reverse"
     assert choice.why.startswith("forward mode cannot differentiate it")
@@ -195,7 +195,7 @@ def test_auto_takes_the_mode_that_there_is() -> None:
         jacobian(both)(X)
 
 
-def test_auto_says_why() -> None:
+def test_auto_gives_its_reason() -> None:
     wide, tall, square = (np.ones(shape, np.float32) for shape in ((2, 40), (40, 2), (6, 6)))
     times = jacobian(lambda w, x: w @ x, 1)
     assert times.explain(wide, np.ones(40, np.float32))[:3] == ("reverse", 40, 2)
@@ -210,14 +210,14 @@ def test_auto_says_why() -> None:
     assert asked.why == 'mode="reverse" was passed'
 
 
-def test_auto_takes_the_cheaper_one_of_two_alike_in_size() -> None:
+def test_auto_takes_the_cheaper_mode_for_square_jacobians() -> None:
     narrow = lambda x: jnp.tanh(jnp.ones((8, 30)) @ jnp.sin(jnp.ones((30, 6)) @ x))
     choice = jacobian(narrow).explain(np.ones(6, np.float32))
     assert choice.mode == min(choice.flops, key=choice.flops.get) == "forward"
 
 
 @pytest.mark.parametrize(("transform", "chunk_size"), [(jacfwd, None), (jacrev, 3), (jacobian, None)])
-def test_modules_are_differentiated_and_carried_once(transform: Any, chunk_size: Any) -> None:
+def test_modules_are_differentiated_and_updated_once(transform: Any, chunk_size: Any) -> None:
     model, twin = (Norm(nnx.Rngs(0)) for _ in range(2))
     rows = transform(lambda model, x: jnp.tanh(model(x)), chunk_size=chunk_size)(model, BATCH)
     apart: Any = nnx.split(twin, nnx.Param, ...)
@@ -301,7 +301,7 @@ def test_calls_without_a_jacobian_are_refused(
         ({"argnums": 0.5}, TypeError, r"argnums must be an int or a tuple of ints, but got 0\.5"),
     ],
 )
-def test_options_without_a_meaning_are_refused_at_once(transform: Any, options: Any, error: Any, match: str) -> None:
+def test_invalid_options_are_refused_at_once(transform: Any, options: Any, error: Any, match: str) -> None:
     with pytest.raises(error, match=f"^{transform.__name__}: {match}"):
         transform(jnp.sin, **options)
     with pytest.raises(TypeError, match=f"^{transform.__name__}: fun must be a function, a bound method or a module"):
@@ -351,7 +351,7 @@ def test_real_functions_of_complex_numbers_are_those_of_jax(chunk_size: Any) -> 
 @pytest.mark.parametrize("n", [np.arange(3), 3, True, np.array([True, False, True])])
 def test_integers_have_jacobians_of_zeros_as_in_jax(transform: Any, n: Any, chunk_size: Any) -> None:
     scaled = lambda x, n: {"y": x[0] * n, "s": jnp.sum(x)}
-    numbers = jax.tree.map(lambda x: 1 * x, n)  # with booleans that of JAX fails
+    numbers = jax.tree.map(lambda x: 1 * x, n)  # JAX's fails with booleans
     expected = jax.jacrev(scaled, (1, 0), allow_int=True)(X[0], numbers)
     booleans = jnp.result_type(n) == jnp.bool_
     expected = jax.tree.map(lambda x: x.astype(bool) if booleans and x.dtype == jnp.int32 else x, expected)
@@ -386,12 +386,12 @@ for transform in (jacfwd, jacrev, jacobian, hessian):
 """
 
 
-def test_arrays_cut_over_explicit_axes_need_no_mesh_around() -> None:
+def test_arrays_sharded_over_explicit_axes_need_no_active_mesh() -> None:
     done = subprocess.run([sys.executable, "-c", ON_FOUR_DEVICES], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_what_takes_no_complex_numbers_or_integers_says_so() -> None:
+def test_transforms_without_complex_or_integer_support_raise() -> None:
     for option in ("holomorphic", "allow_int"):
         with pytest.raises(ValueError, match=r"^jacobian: sparsity is for real arguments; leave out holomorphic and"):
             jacobian(jnp.sin, sparsity="auto", **{option: True})
@@ -403,7 +403,7 @@ def test_what_takes_no_complex_numbers_or_integers_says_so() -> None:
 
 @pytest.fixture
 def lowerings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A number for each program that is lowered to be counted."""
+    """Return a list with an entry for each program lowered for a cost estimate."""
     found: list[Any] = []
     lower = modes.lower_apart
 
@@ -444,10 +444,10 @@ def test_the_mode_is_decided_once_for_each_kind_of_arguments(lowerings: list[Any
     assert decisions(X[1]) == decisions(jnp.asarray(X[0])) == 0  # other values
     assert decisions(X) == 1  # another shape
     assert decisions(X.astype(np.float16)) == 1  # another dtype
-    assert decisions(X[0], 3) == 1  # another number that a program may depend on
+    assert decisions(X[0], 3) == 1  # a number that may change the program
     assert decisions(X[0], 3) == 0
     assert decisions(X[0], 2.5) == 1
-    assert decisions(X[0], 3.5) == 0  # one that it does not
+    assert decisions(X[0], 3.5) == 0  # a number that may not
     assert decisions(X[0], scale=X[1]) == 1
     assert decisions(X[0], scale=X[0]) == 0
     assert decisions(X[0], X[1], argnums=(0, 1)) <= 1
@@ -509,7 +509,7 @@ cubed.defvjp(lambda x: (x**3, x), lambda x, seed: (3 * x**2 * seed,))
 
 @dataclass(frozen=True)
 class Cube:
-    """x³, by a loop that has no reverse mode or by a rule that has no forward mode; all are equal."""
+    """x³, by a loop without a reverse mode or a rule without a forward mode; all instances are equal."""
 
     loop: Any = field(compare=False)
 
@@ -581,7 +581,7 @@ def branch_on_the_configuration() -> Any:
         branch_on_the_configuration,
     ],
 )
-def test_a_mode_that_has_become_impossible_is_decided_anew(calls: Any, way: str) -> None:
+def test_a_mode_that_has_become_impossible_is_chosen_again(calls: Any, way: str) -> None:
     options: Any = {"chunks": {"chunk_size": 2}, "budget": {"memory_budget": "1MiB"}}.get(way, {})
     x = jnp.asarray(X)
     expected = jax.vmap(jnp.diag)(3 * x**2)
@@ -594,14 +594,14 @@ def test_a_mode_that_has_become_impossible_is_decided_anew(calls: Any, way: str)
             assert jacobian(fun).explain(x[0], *more).mode in ("forward", "reverse")
 
 
-def test_a_branch_on_what_is_differentiated_has_the_mode_of_its_value() -> None:
+def test_a_branch_on_the_differentiated_value_has_its_own_mode() -> None:
     for loop_above_zero in (True, False):
         fun = lambda x, loop=loop_above_zero: Cube((x[0] > 0) == loop)(x)
         for x in (X[0], -X[0], X[1]):
             np.testing.assert_allclose(jacobian(fun)(x), np.diag(3 * x**2), rtol=1e-5)
 
 
-def test_an_output_that_has_become_complex_is_decided_anew() -> None:
+def test_the_mode_is_chosen_again_for_an_output_that_has_become_complex() -> None:
     matrices = [np.sin(np.arange(9, dtype=np.float32)).reshape(3, 3)]
     fun = lambda x: matrices[-1] @ x
     of = jacobian(fun)
@@ -614,7 +614,7 @@ def test_an_output_that_has_become_complex_is_decided_anew() -> None:
         jacobian(fun, mode="reverse")(X[0])
 
 
-def test_explain_says_what_is_taken_now() -> None:
+def test_explain_reports_the_current_choice() -> None:
     cube = Cube(True)
     of = jacobian(cube)
     for loop, mode in ((True, "forward"), (False, "reverse")):
@@ -640,11 +640,11 @@ def test_mistakes_of_a_remembered_function_are_raised(lowerings: list[Any]) -> N
     assert len(lowerings) == 2
 
 
-def test_equal_objects_are_told_apart(lowerings: list[Any]) -> None:
+def test_equal_objects_are_distinguished(lowerings: list[Any]) -> None:
     class Odd:
-        """Something that cannot be compared, nor hashed."""
+        """An object that is neither comparable nor hashable."""
 
-        __hash__ = None  # type: ignore[assignment]  # as a class with an `__eq__` has it
+        __hash__ = None  # type: ignore[assignment]  # as in a class with an `__eq__`
 
         def __eq__(self, other: object) -> Any:
             return np.zeros(2, bool)
@@ -661,11 +661,11 @@ def wave_of(x: Any, _: Any) -> Any:
     return jnp.sin(x)
 
 
-def test_what_is_remembered_is_bounded_and_keeps_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_bounded_and_keeps_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_MOST", 3)
 
     class Data:
-        """Something that is no array."""
+        """An object that is not an array."""
 
     data = Data()
     fun: Any = lambda x, data: jnp.sin(x)
@@ -678,13 +678,13 @@ def test_what_is_remembered_is_bounded_and_keeps_nothing_alive(monkeypatch: pyte
     assert [each() for each in gone] == [None, None]
 
 
-def test_what_is_static_in_arguments_goes_with_the_function() -> None:
+def test_static_parts_of_arguments_are_released_with_the_function() -> None:
     class Told(eqx.Module):
         gain: jax.Array
         note: Any = eqx.field(static=True)
 
     class Note:
-        """Something that is no array."""
+        """An object that is not an array."""
 
     class Waving:
         def of(self, x: Any, _: Any) -> Any:
@@ -707,7 +707,7 @@ def test_what_is_static_in_arguments_goes_with_the_function() -> None:
         assert len(memory._decisions) == many
 
 
-def test_what_cannot_be_told_apart_is_decided_anew(lowerings: list[Any]) -> None:
+def test_the_mode_is_chosen_again_for_objects_that_cannot_be_compared(lowerings: list[Any]) -> None:
     class Slotted:
         __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Equinox modules given directly: differentiated as by `eqx.filter_grad`, wherever parameters are."""
+"""Equinox modules as arguments: differentiated as by `eqx.filter_grad`, wherever parameters are."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def assert_same(actual: Any, expected: Any) -> None:
 
 @pytest.fixture(scope="module")
 def each(net: Net) -> Any:
-    """The gradients of each sample, and their norms."""
+    """Return per-sample gradients and their norms."""
     gradients = [eqx.filter_jit(eqx.filter_grad(loss))(net, X[i : i + 1], Y[i : i + 1]) for i in range(5)]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *gradients)
     return stacked, jax.vmap(optax.tree.norm)(stacked)
 
 
-def test_gradients_have_none_for_what_is_not_differentiated(net: Net) -> None:
+def test_gradients_have_none_for_other_leaves(net: Net) -> None:
     expected = eqx.filter_grad(loss)(net, X, Y)
     assert_same(grad(loss)(net, X, Y), expected)
     assert_same(eqx.filter_jit(grad(loss))(net, X, Y), expected)
@@ -127,7 +127,7 @@ def test_private_steps_are_resumed_from_a_checkpoint(net: Net, tmp_path: Any) ->
     assert eqx.tree_equal(resumed.model, whole.model)
 
 
-def test_what_is_differentiated(net: Net) -> None:
+def test_the_differentiated_leaves(net: Net) -> None:
     tree = {"net": net, "count": jnp.int32(3), "rate": 0.5, "flag": True, "act": jnp.tanh, "w": np.ones(2)}
     kept = differentiated(tree)
     assert kept["act"] is None
@@ -148,7 +148,7 @@ def test_a_module_is_held_as_its_arrays(net: Net) -> None:
     assert (doubled.scale, doubled.name) == (1.5, "net")
 
 
-def test_what_leaves_nothing_to_differentiate_is_refused(net: Net) -> None:
+def test_models_without_differentiable_leaves_are_refused(net: Net) -> None:
     for api in (grad, per_sample_grad):
         with pytest.raises(TypeError, match=r"argument `act` is .* of type \w+, but only .*floating-point arrays"):
             api(lambda act, x: x.sum())(jnp.tanh, X)

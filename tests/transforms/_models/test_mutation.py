@@ -1,4 +1,4 @@
-"""What a call changes of its models: where that may be written, and what only looks changed."""
+"""State changes during a call: where they may be written, and what only looks like a change."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ from plurax.transforms.program import accumulate, bucketed, scan_layers, stack_l
 
 
 class Net(nnx.Module):
-    """A network whose call moves statistics, a random stream and an array that is no variable."""
+    """A network whose call updates statistics and a random stream."""
 
     def __init__(self) -> None:
         rngs = nnx.Rngs(0)
@@ -31,7 +31,7 @@ class Net(nnx.Module):
 
 
 X = jnp.arange(12.0).reshape(4, 3)
-# Each calls a method of a module, whose state it writes.
+# Each calls a method of a module that writes to the module's state.
 CALLS: dict[str, Callable[[Any, jax.Array], Any]] = {
     name: lambda loss, x, name=name: getattr(transforms, name)(loss)(x)
     for name in (
@@ -54,7 +54,7 @@ CALLS: dict[str, Callable[[Any, jax.Array], Any]] = {
 
 
 def state(net: Any) -> dict[str, np.ndarray]:
-    """The arrays of a module, as they were before a tracer was left in it."""
+    """Return the arrays of a module, except random keys."""
     return {path: np.asarray(x) for path, x in split(net).arrays().items() if not path.endswith("key")}
 
 
@@ -75,7 +75,7 @@ def test_state_that_is_closed_over_is_not_written(name: str) -> None:
 
 
 class Layer(nnx.Module):
-    """A layer whose call changes what it is told to."""
+    """A layer whose call changes the given attribute."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -107,7 +107,7 @@ def test_a_stack_that_is_closed_over_is_not_written(what: str, outer: Any) -> No
         transformed(X)
 
 
-def test_of_several_modules_none_is_written_where_one_is_out_of_reach() -> None:
+def test_no_module_is_written_if_one_cannot_be() -> None:
     far = Layer("seen")
 
     def outer(x: jax.Array) -> jax.Array:
@@ -121,7 +121,7 @@ def test_of_several_modules_none_is_written_where_one_is_out_of_reach() -> None:
     jax.jit(outer)(X)
 
 
-def test_an_inner_jit_moves_state_and_hands_the_rest_back() -> None:
+def test_an_inner_jit_updates_state_and_returns_the_rest() -> None:
     @nnx.jit
     def call(model: Layer, x: jax.Array) -> jax.Array:
         return model(x)

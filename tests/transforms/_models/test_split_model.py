@@ -1,4 +1,4 @@
-"""What counts as a model: NNX modules, and whatever follows the small protocol; and life without Flax."""
+"""Models: NNX modules, and any class that implements the protocol, with or without Flax installed."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ print("flax" in sys.modules)
 """
 
 
-def test_flax_is_not_loaded_where_there_are_no_modules() -> None:
+def test_flax_is_not_imported_without_modules() -> None:
     run = subprocess.run([sys.executable, "-c", WITHOUT_FLAX], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["False", "True"]
 
 
 @dataclass(frozen=True)
 class LineStructure:
-    """The static part of a line: the name of its slope."""
+    """The static part of a `Line`: the name of its slope."""
 
     name: str
 
@@ -50,7 +50,7 @@ class LineStructure:
 
 
 class Line:
-    """A model of somebody else's making: a slope that trains, and a sum of all it has seen."""
+    """A custom model: a trainable slope, and a running sum of its inputs."""
 
     def __init__(self, name: str, slope: Any, seen: Any) -> None:
         self.name, self.slope, self.seen = name, slope, seen
@@ -83,14 +83,14 @@ def test_a_model_needs_no_library() -> None:
     np.testing.assert_array_equal(many.seen, 3 + x)
 
 
-def test_what_is_no_model() -> None:
+def test_other_objects_are_not_models() -> None:
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     for other in (nnx.state(model), model.kernel, nnx.Linear, Line, {"a": model}, jnp.ones(2), None, "model"):
         assert not is_model(other)
     assert all(is_model(x) for x in (model, nnx.Rngs(0), nnx.Dict(a=model)))
 
 
-def test_arrays_have_the_names_that_code_gives_them() -> None:
+def test_arrays_are_named_by_their_attributes() -> None:
     model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
     parts = split_tree({"a": [model]})["a"][0]
     assert sorted(named_arrays(parts.trainable)) == [
@@ -99,14 +99,14 @@ def test_arrays_have_the_names_that_code_gives_them() -> None:
     assert sorted(parts.arrays()) == sorted([*named_arrays(parts.trainable), "layers.1.mean", "layers.1.var"])
 
 
-def test_a_name_that_ends_in_value_is_kept_whole() -> None:
+def test_a_name_that_ends_in_value_is_kept() -> None:
     assert sorted(named_arrays({"attn": {"query": 1.0, "value": 2.0}})) == ["attn.query", "attn.value"]
     model = nnx.Dict(value=nnx.Param(jnp.ones(2)), query=nnx.Param(jnp.ones(2)))
     assert sorted(split(model).arrays()) == ["query", "value"]
 
 
 class Held(nnx.Module):
-    """Variables that hold pytrees: parameters, and what was seen."""
+    """A module whose variables hold pytrees: parameters and statistics."""
 
     def __init__(self) -> None:
         self.weights: Any = nnx.Param({"w": jnp.full((2, 3), 0.5), "b": [jnp.zeros(3), jnp.ones(())]})
@@ -136,7 +136,7 @@ def test_a_variable_may_hold_a_pytree() -> None:
     assert model.seen.get_value()[1]["count"] == 1
 
 
-def test_a_variable_that_computes_what_it_shows_comes_apart_as_what_it_holds() -> None:
+def test_a_variable_with_a_computed_value_is_split_by_its_stored_value() -> None:
     class Doubled(nnx.Param):
         def get_value(self, **options: Any) -> Any:
             return super().get_value(**options) * 2
@@ -179,7 +179,7 @@ def repeat(two: Any) -> None:
 
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit, nnx.remat, lambda f: nnx.remat(nnx.jit(f))])
 @pytest.mark.parametrize(("fun", "kept"), [(swap, "c"), (leave, "abc"), (add, "ab"), (repeat, "ab")])
-def test_an_array_passes_through_if_the_program_hands_it_on(wrap: Any, fun: Any, kept: str) -> None:
+def test_an_array_passes_through_if_the_program_returns_it(wrap: Any, fun: Any, kept: str) -> None:
     arguments = split_tree((None, ({"two": Two()}, "text", 3), {"other": Two()}))
     unchanged = passing_through(lambda _, tree, text, number, other: wrap(fun)(tree["two"]), arguments)
     assert unchanged == [set(kept), set("abc")]
@@ -204,7 +204,7 @@ def test_partials_are_equal_by_value() -> None:
     assert of(x=partial(of, 1)) == of(x=partial(of, 1))
     for other in (of(approximate=True), of(approximate=0), of(False), of(), by_value(partial(nnx.relu))):
         assert of(approximate=False) != other
-    assert of([1]) != of([1])  # not hashable, so by identity
+    assert of([1]) != of([1])  # not hashable, so compared by identity
     assert by_value("a") == "a"
 
 

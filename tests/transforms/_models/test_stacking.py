@@ -1,4 +1,4 @@
-"""Models stacked, where neither a stack of layers nor an ensemble shows it: variables that hold Python's numbers."""
+"""Stacking models whose variables hold Python numbers, which no test of layers or ensembles covers."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def test_numbers_become_one_array() -> None:
     np.testing.assert_array_equal(stacked(1.5, jnp.array(2.5)).size.get_value(), [1.5, 2.5])
 
 
-def test_numbers_of_two_kinds_are_told_apart() -> None:
+def test_numbers_of_two_types_are_distinguished() -> None:
     match = (
         r"^stack: step 1 differs from step 0 at `size`: it has shape \(\) and dtype float32, but step 0 has .* int32;"
     )

@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Files are written completely or not at all."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from plurax.transforms._runs.atomic_write import write_atomically
 
 
-def test_pieces_follow_one_another_in_a_folder_that_is_made(tmp_path: Path) -> None:
+def test_pieces_are_written_in_order_into_a_new_folder(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b"
     for pieces in ([b"first"], (b"", memoryview(b"second")[:3], b"!")):
         write_atomically(path, pieces)
@@ -16,7 +16,7 @@ def test_pieces_follow_one_another_in_a_folder_that_is_made(tmp_path: Path) -> N
         assert [*path.parent.iterdir()] == [path]
 
 
-def test_what_fails_halfway_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_only_the_old_file(tmp_path: Path) -> None:
     def pieces() -> Iterator[bytes]:
         yield b"new"
         raise OSError("the disk is full")

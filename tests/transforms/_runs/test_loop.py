@@ -1,4 +1,4 @@
-"""The training loop by itself; `test_fit.py` of ensembles and of privacy have it with what they put into it."""
+"""The training loop alone; `test_fit.py` of ensembles and of privacy test it with their steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from plurax.transforms._runs.loop import run
 
 
 def taken(source: Iterator[Any], saved: list[int], interruptible: bool) -> Any:
-    """Steps that count, and save what they counted at the end."""
+    """Run steps that sum their batches, and save the sum at the end."""
     return run(
         0,
         source,
@@ -29,8 +29,8 @@ def taken(source: Iterator[Any], saved: list[int], interruptible: bool) -> Any:
     )
 
 
-def test_an_interrupt_while_a_batch_is_made_ends_only_what_may_end() -> None:
-    """Where several processes train together, one that ended by itself would save while the others go on."""
+def test_an_interrupt_during_a_batch_ends_only_interruptible_loops() -> None:
+    """With several processes, an interrupt must not end one of them alone."""
 
     def batches() -> Iterator[int]:
         yield from (1, 2)

@@ -1,4 +1,4 @@
-"""Parameters in files: all that a network computes with comes back, to the bit, and nothing in silence."""
+"""Parameters in files: everything a network computes with is restored bit for bit, and nothing is dropped silently."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ X = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
 
 
 class Net(nnx.Module):
-    """Parameters, statistics, random streams, a cache, something shared, and arrays of many kinds."""
+    """Parameters, statistics, random streams, a cache, a shared kernel, and arrays of many kinds."""
 
     def __init__(self, seed: int) -> None:
         rngs = nnx.Rngs(seed)
@@ -42,7 +42,7 @@ class Net(nnx.Module):
 
 
 def contents(model: Any) -> dict[str, np.ndarray]:
-    """All arrays of a module, keys as their data."""
+    """Return all arrays of a module, keys as their data."""
     found = {}
     for path, x in jax.tree.leaves_with_path(nnx.to_pure_dict(nnx.state(model))):
         is_key = hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
@@ -62,15 +62,15 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def saved(path: Path) -> Path:
-    """A file with a kernel of (4, 3) and a bias of (3,)."""
+    """A file with a kernel of shape (4, 3) and a bias of shape (3,)."""
     save_params(path, linear())
     return path
 
 
 class TestBackAndForth:
-    """What is written, and that it comes back."""
+    """The contents of a file, and round trips."""
 
-    def test_everything_that_computes_comes_back(self, path: Path) -> None:
+    def test_everything_a_network_computes_with_is_restored(self, path: Path) -> None:
         trained, other = Net(3), Net(0)
         trained(X)
         save_params(path, trained)
@@ -92,14 +92,14 @@ class TestBackAndForth:
         np.testing.assert_array_equal(*evaluated)
 
     @pytest.mark.parametrize("change", [lambda m: m, lambda m: freeze(m, "layers.0"), lambda m: freeze(m, True)])
-    def test_frozen_ones_have_their_names(self, path: Path, change: Any) -> None:
+    def test_frozen_parameters_keep_their_names(self, path: Path, change: Any) -> None:
         save_params(path, change(Net(1)))
         for like in (Net(0), freeze(Net(0), ["tied", "tree"])):
             found = load_params(path, like)
             assert nnx.graphdef(found) == nnx.graphdef(like)
             np.testing.assert_array_equal(found.layers[0].kernel[...], Net(1).layers[0].kernel[...])
 
-    def test_there_may_be_no_arrays(self, path: Path) -> None:
+    def test_modules_without_arrays(self, path: Path) -> None:
         save_params(path, nnx.Dropout(0.5))
         assert isinstance(load_params(path, nnx.Dropout(0.5)), nnx.Dropout)
 
@@ -107,7 +107,7 @@ class TestBackAndForth:
         found = load_params(saved, nnx.eval_shape(linear))
         np.testing.assert_array_equal(found(X), linear()(X))
 
-    def test_arrays_come_to_where_others_are_kept(self, saved: Path) -> None:
+    def test_arrays_are_placed_as_those_they_replace(self, saved: Path) -> None:
         device = jax.devices()[0]
         like = linear(1)
         like.kernel[...] = jax.device_put(like.kernel[...], device)
@@ -115,7 +115,7 @@ class TestBackAndForth:
         assert (found.kernel[...].committed, found.bias[...].committed) == (True, False)
         assert found.kernel[...].sharding == like.kernel[...].sharding
 
-    def test_arrays_in_any_order_of_memory_are_written_right(self, path: Path) -> None:
+    def test_arrays_of_any_memory_order_are_written_correctly(self, path: Path) -> None:
         turned = np.arange(6, dtype=np.float32).reshape(2, 3).T
         save_params(
             path, nnx.Dict(w=nnx.Param(turned), s=nnx.Param(np.float32(2)), big=nnx.Param(turned.astype(">f4")))
@@ -141,7 +141,7 @@ class TestBackAndForth:
 
 
 class TestFromElsewhere:
-    """Other names, other orders of axes."""
+    """Other names and axis orders."""
 
     def write(self, path: Path, **arrays: np.ndarray) -> Path:
         path.parent.mkdir(exist_ok=True)
@@ -167,11 +167,11 @@ class TestFromElsewhere:
             np.testing.assert_array_equal(found.bias[...], bias)
         assert calls == [("bias", (3,)), ("kernel", (3, 4))] * 2
 
-    def test_a_dict_speaks_of_some_names_only(self, path: Path) -> None:
+    def test_a_dict_may_rename_some_names_only(self, path: Path) -> None:
         file = self.write(path, w=np.zeros((4, 3), np.float32), bias=np.ones(3, np.float32))
         assert load_params(file, linear(), rename={"w": "kernel"}).bias[0] == 1
 
-    def test_names_may_change_places(self, path: Path) -> None:
+    def test_names_may_be_swapped(self, path: Path) -> None:
         model = nnx.Dict(a=nnx.Param(jnp.ones(2)), b=nnx.Param(jnp.zeros(2)))
         save_params(path, model)
         found: Any = load_params(path, model, rename={"a": "b", "b": "a"})
@@ -185,7 +185,7 @@ class TestFromElsewhere:
             (lambda name: "x", "`bias` and `kernel` of .* would both be `x`; rename one"),
         ],
     )
-    def test_names_that_cannot_be(self, saved: Path, rename: Any, match: str) -> None:
+    def test_invalid_names(self, saved: Path, rename: Any, match: str) -> None:
         with pytest.raises(ValueError, match=f"load_params: {match}"):
             load_params(saved, linear(), rename=rename)
 
@@ -212,7 +212,7 @@ class TestFromElsewhere:
 
 
 class TestMisfits:
-    """All of them are named at once, and nothing is loaded."""
+    """One error lists all mismatches, and nothing is loaded."""
 
     def test_all_are_named_at_once(self, saved: Path) -> None:
         class Other(nnx.Module):
@@ -238,19 +238,19 @@ class TestMisfits:
             load_params(saved, model, strict=False, transform=lambda name, x: x.astype(np.float16))
         assert (model.kernel[...] == 1).all()
 
-    def test_long_lists_are_cut(self, saved: Path) -> None:
+    def test_long_lists_are_truncated(self, saved: Path) -> None:
         model = nnx.List([nnx.Param(jnp.ones(1)) for _ in range(20)])
         with pytest.raises(
             ValueError, match=r"lacks `0`, `1`, `2`, `3`, `4`, `5`, `6`, `7` and 12 more, and has in addition"
         ):
             load_params(saved, model)
 
-    def test_the_other_kind_of_a_container_is_no_number(self, saved: Path) -> None:
+    def test_another_module_class_needs_equal_shapes(self, saved: Path) -> None:
         model = nnx.Dict(kernel=nnx.Param(jnp.ones((4, 3))), bias=nnx.Param(jnp.ones((1, 3))))
         with pytest.raises(ValueError, match=r"has `bias`, an array of shape \(3,\) .*, in place of shape \(1, 3\)"):
             load_params(saved, model)
 
-    def test_loosely_what_both_have_is_loaded(self, saved: Path) -> None:
+    def test_common_names_are_loaded_if_not_strict(self, saved: Path) -> None:
         model = nnx.Dict(kernel=nnx.Param(jnp.ones((4, 3))), scale=nnx.Param(jnp.ones(2)))
         match = "does not fit the Dict: it lacks `scale`, and has in addition `bias`; the rest is loaded"
         with pytest.warns(UserWarning, match=match) as warned:
@@ -262,11 +262,11 @@ class TestMisfits:
             load_params(saved, linear(use_bias=False), strict=False)
         load_params(saved, linear(), strict=False)
 
-    def test_what_a_transform_returns_is_compared(self, saved: Path) -> None:
+    def test_the_result_of_a_transform_is_validated(self, saved: Path) -> None:
         with pytest.raises(ValueError, match=r"has `bias`, None, in place of shape \(3,\) .*, `kernel`, None"):
             load_params(saved, linear(), transform=lambda name, x: None)
 
-    def test_loosely_nothing_at_all_is_an_error(self, saved: Path) -> None:
+    def test_no_common_name_is_an_error_even_if_not_strict(self, saved: Path) -> None:
         with pytest.raises(
             ValueError, match="does not fit the Dict: it lacks `w`, and has in addition `bias`, `kernel`"
         ):
@@ -274,9 +274,9 @@ class TestMisfits:
 
 
 class TestRefusals:
-    """What is no module, no path, no array."""
+    """Not a module, not a path, not an array."""
 
-    def test_ensembles_have_files_of_their_own(self, path: Path) -> None:
+    def test_ensembles_are_refused(self, path: Path) -> None:
         ensemble = Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 2, seed=0)
         with pytest.raises(
             TypeError, match=r"save_params: model must be one module, but got an ensemble; use .* save or load"
@@ -346,7 +346,7 @@ class TestRefusals:
             shape, dtype, is_fully_addressable = (2,), np.dtype(np.float32), False
 
             def __array__(self, *_: Any, **__: Any) -> np.ndarray:
-                raise RuntimeError("fetching spans other processes; use process_allgather")  # as JAX does
+                raise RuntimeError("fetching spans other processes; use process_allgather")  # JAX's error
 
         with pytest.raises(
             TypeError, match="save_params: `w` is an array .* without values in this process: .* process_allgather"
@@ -379,9 +379,9 @@ while True:
 
 
 class TestWholeOrNotThere:
-    """A file is replaced in one step."""
+    """A file is replaced atomically."""
 
-    def test_a_failure_leaves_the_old_one(self, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_failure_keeps_the_old_file(self, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(*_: Any) -> None:
             raise OSError("the disk is full")
 
@@ -396,23 +396,23 @@ class TestWholeOrNotThere:
         save_params(saved, linear(1))
         assert saved.read_bytes() != before
 
-    def test_a_link_stays_one(self, saved: Path) -> None:
+    def test_a_link_is_kept(self, saved: Path) -> None:
         link = saved.with_name("link")
         link.symlink_to(saved)
         save_params(link, linear(1))
         assert link.is_symlink()
         np.testing.assert_array_equal(load_params(saved, linear()).kernel[...], linear(1).kernel[...])
 
-    def test_others_may_read_it_if_the_system_lets_them(self, saved: Path, tmp_path: Path) -> None:
+    def test_the_file_has_the_default_permissions(self, saved: Path, tmp_path: Path) -> None:
         (tmp_path / "plain").touch()
         assert saved.stat().st_mode == (tmp_path / "plain").stat().st_mode
 
-    def test_who_is_killed_leaves_a_whole_file(self, path: Path) -> None:
+    def test_a_killed_process_leaves_a_complete_file(self, path: Path) -> None:
         like = nnx.Dict(w=nnx.Param(jnp.zeros(500_000)), v=nnx.Param(jnp.zeros(7)))
         reads: list[float] = []
         with subprocess.Popen([sys.executable, "-c", REPEATEDLY, str(path)]) as process:
             try:
-                # Meanwhile whoever reads it finds a whole one, too: at least twenty times, and each of the two.
+                # Meanwhile readers see only complete files: at least twenty reads, and both versions.
                 while len(reads) < 20 or len(set(reads)) < 2:
                     assert process.poll() is None
                     if not path.exists():

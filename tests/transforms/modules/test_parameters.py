@@ -1,7 +1,7 @@
-"""Parameters by their names, and frozen ones.
+"""Parameter names and frozen parameters.
 
-The oracle for names is the attribute that one would write in code. Of frozen ones: who sees them, who does not, and
-that no training moves them by a bit.
+Names are tested against the attributes that one would write in code. Frozen parameters are tested for who sees them,
+and for training that does not change a bit of them.
 """
 
 import re
@@ -60,7 +60,7 @@ def frozen_names(model: Any) -> set[str]:
 
 
 def bits(model: Any) -> dict[str, np.ndarray]:
-    """The frozen parameters as they are now."""
+    """Return the current frozen parameters."""
     return {name: np.array(x) for name, x in named_parameters(model).items() if name in frozen_names(model)}
 
 
@@ -72,16 +72,16 @@ def assert_unmoved(before: dict[str, np.ndarray], model: Any) -> None:
         np.testing.assert_array_equal(x.view(np.uint32), after[name].view(np.uint32))
 
 
-def test_a_moved_bit_is_noticed() -> None:
+def test_a_changed_bit_is_detected() -> None:
     model = freeze(plain(nnx.Rngs(0)), "layers.0.bias")
     before = bits(model)
-    model.layers[0].bias[...] = -model.layers[0].bias[...]  # zeros, whose sign alone differs
+    model.layers[0].bias[...] = -model.layers[0].bias[...]  # zeros that differ only in sign
     with pytest.raises(AssertionError):
         assert_unmoved(before, model)
 
 
 class TestFilters:
-    """What a filter takes."""
+    """Accepted filters."""
 
     ALL = ("encoder.layers.0.bias", "encoder.layers.0.kernel", "encoder.layers.2.bias", "encoder.layers.2.kernel")
 
@@ -112,7 +112,7 @@ class TestFilters:
             (nnx.Param, [*ALL, "head.bias", "head.kernel", "norm.bias", "norm.scale"]),
         ],
     )
-    def test_takes(self, filter: Any, expected: list[str]) -> None:
+    def test_matches(self, filter: Any, expected: list[str]) -> None:
         model = Net(nnx.Rngs(0))
         model.norm.scale = nnx.Param(jnp.ones(5), tag="tagged")
         model.norm.bias = nnx.LoRAParam(jnp.ones(5))
@@ -120,7 +120,7 @@ class TestFilters:
         assert frozen_names(frozen) == {*expected}
         assert names(nnx.state(frozen, nnx.Param)) == named_parameters(model).keys() - {*expected}
 
-    def test_a_name_begins_at_its_first_part_and_ends_with_one(self) -> None:
+    def test_a_name_matches_whole_parts_from_the_start(self) -> None:
         model = nnx.Dict(lin=nnx.Param(jnp.ones(1)), linear=nnx.Param(jnp.ones(2)))
         assert frozen_names(freeze(model, "lin")) == {"lin"}
         with pytest.raises(ValueError, match="selects no parameter"):
@@ -129,23 +129,23 @@ class TestFilters:
     @pytest.mark.parametrize(
         "filter", ["encodr", "", "layers", False, nnx.BatchStat, nnx.Conv, [], lambda path, x: False]
     )
-    def test_one_that_takes_nothing_is_refused(self, filter: Any) -> None:
+    def test_a_filter_without_a_match_is_refused(self, filter: Any) -> None:
         match = r"freeze: the filter .* selects no parameter of the Net, which has 8: \['encoder\.layers"
         with pytest.raises(ValueError, match=match):
             freeze(Net(nnx.Rngs(0)), filter)
 
-    def test_where_there_is_nothing_to_take(self) -> None:
+    def test_without_parameters_every_filter_is_refused(self) -> None:
         with pytest.raises(ValueError, match="freeze: .* True selects no parameter of the Dropout, which has 0: "):
             freeze(nnx.Dropout(0.1), True)
 
     @pytest.mark.parametrize("filter", [None, 3, {"encoder"}, ["head", 1.5]])
-    def test_what_is_no_filter_is_refused(self, filter: Any) -> None:
+    def test_other_objects_are_refused(self, filter: Any) -> None:
         with pytest.raises(TypeError, match="freeze: filter must be a dotted name, a kind of variable"):
             freeze(Net(nnx.Rngs(0)), filter)
 
 
 class TestCopies:
-    """The argument stays as it is, and what is shared stays shared."""
+    """The argument is unchanged, and shared variables stay shared."""
 
     @pytest.mark.parametrize("change", [lambda m: freeze(m, "encoder"), unfreeze, lambda m: unfreeze(freeze(m, True))])
     def test_nothing_is_shared_with_the_argument(self, change: Callable[[Any], Any]) -> None:
@@ -161,13 +161,13 @@ class TestCopies:
         for name, x in named_parameters(model).items():
             np.testing.assert_array_equal(x, before[name])
 
-    def test_arrays_of_numpy_are_copied_as_they_can_change(self) -> None:
+    def test_numpy_arrays_are_copied_since_they_are_mutable(self) -> None:
         model: Any = nnx.Dict(a=nnx.Param(np.ones(2)), b=nnx.Param({"c": np.ones(2)}), d=nnx.BatchStat(np.ones(2)))
         for changed in (freeze(model, "a"), unfreeze(freeze(model, True))):
             changed.a[0] = changed.b.get_raw_value()["c"][0] = changed.d[0] = 7
         assert (model.a[0], model.b.get_raw_value()["c"][0], model.d[0]) == (1, 1, 1)
 
-    def test_thawed_it_is_as_before(self) -> None:
+    def test_unfreezing_restores_the_module(self) -> None:
         model = Net(nnx.Rngs(0))
         model.head.bias = nnx.LoRAParam(jnp.ones(3), tag="extra", note=("a", 1))
         again = unfreeze(freeze(freeze(model, "encoder"), ["head", "encoder.layers.0"]))
@@ -178,13 +178,13 @@ class TestCopies:
         assert type(again.head.bias) is nnx.LoRAParam
         assert again.head.bias.get_metadata("note") == ("a", 1)
 
-    def test_what_was_frozen_stays_so(self) -> None:
+    def test_frozen_parameters_stay_frozen(self) -> None:
         model = freeze(freeze(plain(nnx.Rngs(0)), "layers.0"), "layers.2.bias")
         assert frozen_names(model) == {"layers.0.bias", "layers.0.kernel", "layers.2.bias"}
         assert frozen_names(freeze(model, "layers.0.bias")) == frozen_names(model)
         assert frozen_names(freeze(model, nnx.Param)) == named_parameters(model).keys()
 
-    def test_a_tied_parameter_is_taken_wherever_it_is_named(self) -> None:
+    def test_a_tied_parameter_matches_under_each_name(self) -> None:
         shared = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
         for name in ("first", "second", "tied", "inner.0"):
             model: Any = nnx.Dict(first=shared, second=shared, tied=shared.kernel, inner=nnx.data([shared.kernel]))
@@ -211,14 +211,14 @@ class TestCopies:
 
 
 class TestRefusals:
-    """What cannot be frozen, and what is no module."""
+    """Parameters that cannot be frozen, and arguments that are not modules."""
 
     @pytest.mark.parametrize("norm", [nnx.WeightNorm, nnx.SpectralNorm])
-    def test_what_a_norm_looks_for(self, norm: Any) -> None:
+    def test_parameters_that_a_norm_needs(self, norm: Any) -> None:
         model = nnx.Dict(
             norm=norm(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1)), head=nnx.Linear(3, 2, rngs=nnx.Rngs(0))
         )
-        parameters = named_parameters(model.norm)  # newer versions of Flax have the scales of a WeightNorm among them
+        parameters = named_parameters(model.norm)  # newer versions of Flax count a WeightNorm's scales too
         assert {"layer_instance.bias", "layer_instance.kernel"} <= set(parameters)
         any_of_them = "|".join(map(re.escape, parameters))
         match = rf"freeze: `norm\.({any_of_them})` must be an nnx\.Param for the {norm.__name__} around it"
@@ -226,12 +226,12 @@ class TestRefusals:
             freeze(model, True)
         assert frozen_names(freeze(model, "head")) == {"head.bias", "head.kernel"}
 
-    def test_what_linen_looks_for(self) -> None:
+    def test_parameters_that_linen_needs(self) -> None:
         model = nnx.bridge.ToNNX(linen.Dense(3), rngs=nnx.Rngs(0)).lazy_init(X)
         with pytest.raises(ValueError, match=r"freeze: `kernel` must be an nnx\.Param for the ToNNX around it"):
             freeze(model, "kernel")
 
-    def test_a_kind_with_methods_of_its_own(self) -> None:
+    def test_a_parameter_class_with_custom_methods(self) -> None:
         class Doubled(nnx.Param):
             def get_value(self, **kwargs: Any) -> Any:
                 return 2 * super().get_value(**kwargs)
@@ -253,10 +253,10 @@ class TestRefusals:
 
 
 class TestTraining:
-    """No gradient, no update, no decay, no work."""
+    """No gradient, no update, no weight decay, no computation."""
 
     @pytest.mark.parametrize("differentiate", [grad, nnx.grad])
-    def test_gradients_are_those_of_the_others(self, differentiate: Any) -> None:
+    def test_gradients_contain_only_the_other_parameters(self, differentiate: Any) -> None:
         whole = differentiate(squares)(plain(nnx.Rngs(0)), X)
         for filter, left in (("layers.0", 2), ("layers.2", 0)):
             part = differentiate(squares)(freeze(plain(nnx.Rngs(0)), filter), X)
@@ -280,7 +280,7 @@ class TestTraining:
             step(model, optimizer)
         assert_unmoved(before, model)
         assert np.abs(model.head.kernel[...] - head).min() > 0
-        assert np.abs(model.norm.mean[...] - mean).min() > 0  # statistics are no parameters
+        assert np.abs(model.norm.mean[...] - mean).min() > 0  # statistics are not parameters
         assert sum(x.size for x in jax.tree.leaves(nnx.state(optimizer.opt_state))) == 1 + 2 * (5 * 3 + 3)
 
     def test_stop_gradient_leaves_it_to_the_decay(self) -> None:
@@ -293,7 +293,7 @@ class TestTraining:
         np.testing.assert_allclose(model.layers[0].kernel[...], 0.95 * before, rtol=1e-5)
 
     @pytest.mark.parametrize("strategy", ["vmap", "map", "unroll", "loop"])
-    def test_a_trainer_moves_nothing(self, strategy: str) -> None:
+    def test_a_trainer_does_not_change_them(self, strategy: str) -> None:
         ensemble = Ensemble.stack([freeze(Net(nnx.Rngs(i)), "encoder") for i in range(2)])
         self._train(ensemble, strategy)
 
@@ -335,7 +335,7 @@ class TestTraining:
             np.testing.assert_array_equal(again[1].layers[0].kernel[...], ensemble[1].layers[0].kernel[...])
 
     @pytest.mark.parametrize("method", ["vmap", "ghost", "book_keeping"])
-    def test_per_sample_gradients_are_clipped_by_what_trains(self, method: str) -> None:
+    def test_per_sample_gradients_are_clipped_by_trainable_parameters(self, method: str) -> None:
         model = freeze(plain(nnx.Rngs(0)), "layers.0")
         clipped = clipped_grad(cross_entropy, l2_clip_norm=0.1, batch_argnums=(1, 2), method=method)(model, X, Y)
         each = nnx.to_pure_dict(per_sample_grad(cross_entropy, batch_argnums=(1, 2))(model, X, Y))
@@ -347,7 +347,7 @@ class TestTraining:
             lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-7), nnx.to_pure_dict(clipped), expected
         )
 
-    def test_jacobians_and_hessians_are_of_what_trains(self) -> None:
+    def test_jacobians_and_hessians_contain_only_trainable_parameters(self) -> None:
         model = plain(nnx.Rngs(0))
         whole, part = (nnx.to_pure_dict(jacobian(lambda m: m(X))(m)) for m in (model, freeze(model, "layers.0")))
         assert [*part["layers"]] == [2]
@@ -376,14 +376,14 @@ class TestTraining:
 
 
 class Child(nnx.Module):
-    """It knows its parent."""
+    """A module that references its parent."""
 
     def __init__(self, parent: Any) -> None:
         self.parent, self.scale = parent, nnx.Param(jnp.ones(2))
 
 
 class Model(nnx.Module):
-    """Lists, dicts, other state, something shared, and a parameter that holds a pytree."""
+    """Lists, dicts, other state, shared parts, and a parameter that holds a pytree."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(7, 3, rngs=rngs)
@@ -397,14 +397,14 @@ class Model(nnx.Module):
 
 
 def follow(model: Any, name: str) -> Any:
-    """What the code `model.name` stands for."""
+    """Evaluate the code `model.name`."""
     for part in name.split("."):
         model = model[int(part)] if part.isdigit() else model[part] if isinstance(model, dict) else getattr(model, part)
         model = model.get_value() if isinstance(model, nnx.Variable) else model
     return model
 
 
-def test_names_are_those_that_code_gives() -> None:
+def test_names_are_attribute_paths() -> None:
     model = Model(nnx.Rngs(0))
     found = named_parameters(model)
     expected = {f"blocks.{i}.{name}" for i in range(11) for name in ("bias", "kernel")}
@@ -417,21 +417,21 @@ def test_names_are_those_that_code_gives() -> None:
     )
 
 
-def test_frozen_ones_keep_their_names() -> None:
+def test_freezing_keeps_names() -> None:
     model = Model(nnx.Rngs(0))
     found = named_parameters(freeze(model, ["embed", "tree"]))
     assert [*found] == [*named_parameters(model)]
     assert all(x is y for x, y in zip(found.values(), named_parameters(model).values(), strict=True))
 
 
-def test_an_ensemble_has_those_of_all_members() -> None:
+def test_an_ensemble_has_the_names_of_its_members() -> None:
     ensemble = Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 2, seed=0)
     found = named_parameters(ensemble)
     assert {name: x.shape for name, x in found.items()} == {"bias": (2, 3), "kernel": (2, 4, 3)}
     np.testing.assert_array_equal(found["kernel"][1], ensemble[1].kernel[...])
 
 
-def test_there_may_be_none() -> None:
+def test_modules_without_parameters() -> None:
     assert named_parameters(nnx.Dropout(0.5)) == {}
 
 
@@ -440,7 +440,7 @@ def test_shapes_suffice() -> None:
     assert named_parameters(abstract)["kernel"] == jax.ShapeDtypeStruct((4, 3), jnp.float32)
 
 
-def test_two_of_one_name_are_refused() -> None:
+def test_duplicate_names_are_refused() -> None:
     model = nnx.Dict({"a.b": nnx.Param(jnp.ones(1)), "a": nnx.Dict(b=nnx.Param(jnp.ones(2)))})
     with pytest.raises(
         ValueError, match=r"named_parameters: two arrays of the model are called `a\.b`; leave dots out"
@@ -449,7 +449,7 @@ def test_two_of_one_name_are_refused() -> None:
 
 
 @pytest.mark.parametrize("other", [{"a": jnp.ones(2)}, None, nnx.Linear, nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))])
-def test_what_is_no_module_is_refused(other: Any) -> None:
+def test_non_modules_are_refused(other: Any) -> None:
     with pytest.raises(TypeError, match=r"named_parameters: model must be a Flax NNX module, but got .*nnx\.bridge"):
         named_parameters(other)
 
@@ -462,7 +462,7 @@ def test_experimental_variables_are_refused(kind: str) -> None:
     assert named_parameters(nnx.with_vars(model, hijax=False, ref=False))["bias"].shape == (3,)
 
 
-def test_all_places_of_what_is_shared_are_known() -> None:
+def test_all_names_of_shared_parameters_are_found() -> None:
     model = Model(nnx.Rngs(0))
     found = places(model)
     paths = [".".join(map(str, path)) for path, x in found.items() if x is model.blocks[10].kernel]
@@ -474,5 +474,5 @@ def test_all_places_of_what_is_shared_are_known() -> None:
     assert paths == ["a.x.w", "b.x.w", "c.w"]
 
 
-def test_frozen_is_no_parameter_to_flax() -> None:
+def test_flax_does_not_treat_frozen_as_a_parameter() -> None:
     assert not issubclass(Frozen, nnx.Param)

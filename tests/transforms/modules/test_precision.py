@@ -1,4 +1,4 @@
-"""In which dtype a module computes: the oracle is one that was built so, and its program."""
+"""The dtype in which a module computes, against a module constructed with it and its program."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -50,7 +50,7 @@ LAYERS: dict[str, Any] = {
 
 
 def program(model: Any, x: Any) -> Any:
-    """The program of a call, with the state that it leaves."""
+    """Return the program of a call, including the resulting state."""
     definition, state = nnx.split(model)
 
     def call(state: Any, x: Any) -> Any:
@@ -61,7 +61,7 @@ def program(model: Any, x: Any) -> Any:
 
 
 def products(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
-    """The dtypes of the operands of each matrix product and convolution."""
+    """Return the operand dtypes of each matrix product and convolution."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
             yield tuple(x.aval.dtype for x in eqn.invars)
@@ -71,7 +71,7 @@ def products(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_computes_as_one_that_was_built_so(name: str, frozen: bool) -> None:
+def test_a_layer_computes_as_one_constructed_with_the_dtype(name: str, frozen: bool) -> None:
     model, expected = LAYERS[name](nnx.Rngs(0)), LAYERS[name](nnx.Rngs(0), dtype=HALF)
     if frozen and not name.endswith(("WeightNorm", "SpectralNorm")):
         model, expected = freeze(model, True), freeze(expected, True)
@@ -80,7 +80,7 @@ def test_a_layer_computes_as_one_that_was_built_so(name: str, frozen: bool) -> N
     assert hash(nnx.graphdef(found)) == hash(nnx.graphdef(expected))
     x = np.zeros((2, 3), np.int32) if name == "Embed" else X
     assert str(program(found, x)) == str(program(expected, x))
-    if name != "SpectralNorm":  # which multiplies weights by themselves, as they are
+    if name != "SpectralNorm":  # multiplies weights by each other in their own dtype
         operands = {dtype for pair in products(program(found, x).jaxpr) for dtype in pair}
         assert operands <= {jnp.dtype(HALF)}
     assert {x.dtype for x in named_parameters(found).values()} == {jnp.dtype(jnp.float32)}
@@ -130,10 +130,10 @@ def test_everything_but_batch_norms_and_the_loss() -> None:
     assert mixed(IMAGES).dtype == HALF
 
 
-def test_without_keep_a_batch_norm_rounds_what_it_takes_statistics_of_and_not_these() -> None:
+def test_without_keep_a_batch_norm_rounds_its_input_but_not_its_statistics() -> None:
     norms = [nnx.BatchNorm(4, momentum=0.0, rngs=nnx.Rngs(0)) for _ in range(3)]
     full, rounded, mixed = *norms[:2], with_precision(norms[2], HALF, keep={})
-    far = X + 100  # where a bfloat16 has steps of 0.5
+    far = X + 100  # bfloat16 has a spacing of 0.5 here
     for norm, x in ((full, far), (rounded, jnp.asarray(far, HALF).astype(jnp.float32)), (mixed, far)):
         norm(x)
         norm.eval()
@@ -156,7 +156,7 @@ class BigHead(Head):
 
 
 def told(model: Any) -> dict[str, str]:
-    """The dtypes of the layers that have one."""
+    """Return the dtypes of the layers that have one."""
     found = {".".join(map(str, path)): getattr(x, "dtype", None) for path, x in nnx.iter_modules(model)}
     return {name: jnp.dtype(dtype).name for name, dtype in found.items() if dtype is not None}
 
@@ -180,11 +180,11 @@ def both(linear: str, norm: str) -> dict[str, str]:
         ({nnx.Conv: jnp.float32}, both("bfloat16", "bfloat16")),
     ],
 )
-def test_keep_goes_by_the_innermost_module_and_the_nearest_kind(keep: Any, expected: dict[str, str]) -> None:
+def test_keep_uses_the_innermost_module_and_the_nearest_class(keep: Any, expected: dict[str, str]) -> None:
     assert told(with_precision(BigHead(nnx.Rngs(0)), "bfloat16", keep=keep)) == expected
 
 
-def test_the_argument_stays_as_it_is() -> None:
+def test_the_argument_is_unchanged() -> None:
     model = Network(nnx.Rngs(0))
     definition = nnx.graphdef(model)
     mixed = with_precision(model, HALF)
@@ -194,14 +194,14 @@ def test_the_argument_stays_as_it_is() -> None:
     assert told(with_precision(mixed, jnp.float32)) == dict.fromkeys(told(mixed), "float32")
 
 
-def test_an_ensemble_computes_so_too() -> None:
+def test_an_ensemble_computes_in_the_dtype_too() -> None:
     ensemble = Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 2, seed=0)
     assert with_precision(ensemble, HALF)(X).dtype == HALF
     assert ensemble(X).dtype == jnp.float32
 
 
 class Own(nnx.Module):
-    """Parameters of its own, beside a layer."""
+    """A module with parameters and a sublayer."""
 
     def __init__(self, value: Any = 1.0, **attributes: Any) -> None:
         self.scales, self.linear = nnx.List([nnx.Param(jnp.full(4, value))]), nnx.Linear(4, 3, rngs=nnx.Rngs(0))
@@ -220,7 +220,7 @@ class ByDefault(Own):
 
 
 class TestParametersOfItsOwn:
-    """A module that holds parameters says how it computes with them, or is named."""
+    """A module with parameters needs a `dtype` attribute, or an entry in `keep`."""
 
     @pytest.mark.parametrize("model", [Own(), ReadOnly(), freeze(Own(), "scales"), Own(dtype="int32"), Own(dtype=3)])
     def test_without_a_dtype_it_is_refused(self, model: Any) -> None:
@@ -232,7 +232,7 @@ class TestParametersOfItsOwn:
         assert found.linear.dtype == HALF
 
     @pytest.mark.parametrize("model", [Own(dtype=None), Own(dtype=jnp.float32), Own(dtype="float32"), ByDefault()])
-    def test_with_one_it_is_told(self, model: Any) -> None:
+    def test_a_dtype_is_set(self, model: Any) -> None:
         found = with_precision(model, HALF)
         assert found.dtype is HALF
         assert found.linear.dtype is HALF
@@ -244,10 +244,10 @@ class TestParametersOfItsOwn:
         found: Any = with_precision(Own(1j, dtype=None), HALF, keep={Own: None})
         assert found.dtype is None
 
-    def test_whole_numbers_are_nothing_to_tell(self) -> None:
+    def test_integers_need_no_dtype(self) -> None:
         assert with_precision(Own(2), HALF).linear.dtype is HALF
 
-    def test_those_in_a_container_alone_are_its(self) -> None:
+    def test_parameters_in_a_container_belong_to_it(self) -> None:
         with pytest.raises(ValueError, match="`w` is complex, or its Dict has no attribute"):
             with_precision(nnx.Dict(w=nnx.Param(jnp.ones(2))), HALF)
 
@@ -272,7 +272,7 @@ def test_a_shared_layer_in_two_dtypes_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, jnp.int32, "bool", "bfloat17", jnp.complex64, 3, X])
-def test_what_is_no_floating_dtype_is_refused(dtype: Any) -> None:
+def test_other_dtypes_are_refused(dtype: Any) -> None:
     model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match=r"with_precision: dtype must be a floating-point dtype, but got"):
         with_precision(model, dtype)
@@ -281,7 +281,7 @@ def test_what_is_no_floating_dtype_is_refused(dtype: Any) -> None:
             with_precision(model, HALF, keep={nnx.Linear: dtype})
 
 
-def test_float64_needs_its_switch() -> None:
+def test_float64_needs_x64() -> None:
     model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="with_precision: dtype is float64, which needs jax_enable_x64; enable it"):
         with_precision(model, jnp.float64)
@@ -298,11 +298,11 @@ def test_float64_needs_its_switch() -> None:
         ({nnx.BatchStat: jnp.float32}, "keep must name kinds of modules"),
     ],
 )
-def test_what_keep_must_be(keep: Any, match: str) -> None:
+def test_invalid_values_of_keep(keep: Any, match: str) -> None:
     with pytest.raises(TypeError, match=f"with_precision: {match}"):
         with_precision(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), HALF, keep=keep)
 
 
-def test_what_is_no_module_is_refused() -> None:
+def test_non_modules_are_refused() -> None:
     with pytest.raises(TypeError, match="with_precision: model must be a Flax NNX module"):
         with_precision(jnp.ones(2), HALF)

@@ -1,4 +1,4 @@
-"""Parameters drawn anew: asked for as Flax's own constructors ask, by keys of their own."""
+"""Reinitialized parameters: initializers are called as in Flax's constructors, each with its own key."""
 
 from typing import Any
 
@@ -68,7 +68,7 @@ LAYERS: dict[str, tuple[Any, Any, list[str]]] = {
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", LAYERS)
-def test_initializers_are_asked_as_by_the_constructor(name: str, dtype: Any) -> None:
+def test_initializers_are_called_as_by_the_constructor(name: str, dtype: Any) -> None:
     make, kind, names = LAYERS[name]
     expected: list[Any] = []
     found: list[Any] = []
@@ -95,7 +95,8 @@ def test_it_is_distributed_as_by_the_constructor(name: str) -> None:
         model = make(**{names: initializer})
         drawn = reinitialize(make(), {kind: initializer}, KEY)
         x, y = (np.asarray(getattr(m, parameter)[...]).ravel() for m in (model, drawn))
-        # The standard deviation of a standard deviation of 72,000 numbers is below 0.3 %: 7 of these.
+        # The standard deviation of 72,000 numbers has a standard error below 0.3 %; their ratio is tested to 7 of its
+        # own.
         assert abs(x.std() / y.std() - 1) < 0.03
         assert abs(y.mean()) < 0.03 * y.std()
         assert (x != y).all()
@@ -109,7 +110,7 @@ class Model(nnx.Module):
         self.adapter = nnx.LoRALinear(8, 8, lora_rank=2, rngs=rngs)
 
 
-def test_each_kind_has_its_rule_and_the_rest_stays() -> None:
+def test_each_class_has_its_rule_and_the_rest_is_unchanged() -> None:
     model = Model(nnx.Rngs(0))
     model.norm.mean[...] = jnp.full(8, 5.0)
     rules = {
@@ -138,7 +139,7 @@ def test_each_kind_has_its_rule_and_the_rest_stays() -> None:
     assert values == {"conv.kernel": 2, "layers.0.kernel": 0, "layers.1.kernel": 0, "adapter.kernel": 1}
 
 
-def test_a_key_is_that_of_the_path() -> None:
+def test_each_key_depends_on_the_path() -> None:
     rules = {nnx.Linear: init.normal()}
 
     def kernels(model: Any, key: Any = KEY) -> dict[str, np.ndarray]:
@@ -154,7 +155,7 @@ def test_a_key_is_that_of_the_path() -> None:
     assert (second["a.kernel"] != second["b.kernel"]).all()
 
 
-def test_what_is_shared_is_drawn_once_and_stays_shared() -> None:
+def test_shared_parameters_are_drawn_once_and_stay_shared() -> None:
     shared = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     found: Any = reinitialize(nnx.Dict(a=shared, b=shared, k=shared.kernel), {nnx.Linear: init.ones}, KEY)
     assert found.a is found.b
@@ -162,7 +163,7 @@ def test_what_is_shared_is_drawn_once_and_stays_shared() -> None:
     assert (found.k[...] == 1).all()
 
 
-def test_frozen_parameters_stay_what_they_are() -> None:
+def test_frozen_parameters_are_unchanged() -> None:
     model = nnx.Dict(a=nnx.Linear(3, 2, rngs=nnx.Rngs(0)), b=nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
     found = reinitialize(freeze(model, "a"), {nnx.Linear: init.ones}, KEY)
     assert (found.b.kernel[...] == 1).all()
@@ -175,7 +176,7 @@ def test_frozen_parameters_stay_what_they_are() -> None:
 
 
 class Stack(nnx.Module):
-    """One block that stands for several: every array has an axis of layers in front."""
+    """One block with a leading layer axis on every array."""
 
     __plurax_layers__ = True
 
@@ -186,7 +187,7 @@ class Stack(nnx.Module):
 
 
 class TestStacks:
-    """The layers of a stack are drawn one by one."""
+    """The layers of a stack are initialized one by one."""
 
     def make(self, seed: int) -> Any:
         rngs = nnx.Rngs(seed)
@@ -196,7 +197,7 @@ class TestStacks:
             conv=nnx.Conv(3, 4, (5,), rngs=rngs),
         )
 
-    def test_initializers_are_asked_for_one_layer(self) -> None:
+    def test_initializers_are_called_for_one_layer(self) -> None:
         expected: list[Any] = []
         found: list[Any] = []
         kinds = (nnx.Linear, nnx.LinearGeneral, nnx.Conv)
@@ -215,7 +216,7 @@ class TestStacks:
         kernel = np.asarray(found.layer["linear"].kernel[...])
         assert kernel.shape == (3, 40, 30)
         assert all((kernel[i] != kernel[j]).all() for i in range(3) for j in range(i))
-        # Standard deviations of 1,200 numbers, within 5 of theirs.
+        # Standard deviations of 1,200 numbers, within 5 standard errors.
         np.testing.assert_allclose(kernel.std((1, 2)), np.sqrt(2 / 40), rtol=0.1)
         assert found.scale.kernel.shape == (3, 2)
         again = reinitialize(Stack([self.make(i) for i in range(2)]), {nnx.Linear: init.he_normal()}, KEY)
@@ -231,7 +232,7 @@ class TestStacks:
         assert len(np.unique(drawn)) == drawn.size
 
     @pytest.mark.parametrize("name", ["Linear", "batched LinearGeneral", "Einsum", "Conv", "ConvTranspose", "Embed"])
-    def test_layers_of_flax_s_vmap_are_told_by_their_axes(self, name: str) -> None:
+    def test_layers_of_nnx_vmap_are_recognized_by_their_axes(self, name: str) -> None:
         make, kind, (weights, *_) = LAYERS[name]
         one: list[Any] = []
         found: list[Any] = []
@@ -247,14 +248,14 @@ class TestStacks:
         ):
             reinitialize(last, {kind: {weights: init.normal()}}, KEY)
 
-    def test_layers_of_one_s_own_class_need_an_initializer_that_knows_their_axis(self) -> None:
+    def test_stacked_custom_layers_need_an_initializer_with_a_batch_axis(self) -> None:
         class Own(nnx.Module):
             def __init__(self, rngs: nnx.Rngs) -> None:
                 self.kernel = nnx.Param(rngs.normal((40, 30)))
 
         layers = nnx.vmap(Own)(nnx.Rngs(0).split(3))
         found = reinitialize(layers, {Own: init.he_normal(batch_axis=0)}, KEY)
-        # Of 3,600 numbers, within 5 of their standard deviations.
+        # 3,600 numbers, within 5 standard errors.
         np.testing.assert_allclose(found.kernel[...].std(), np.sqrt(2 / 40), rtol=0.06)
         counted = reinitialize(layers, {Own: init.he_normal()}, KEY)
         np.testing.assert_allclose(counted.kernel[...].std(), np.sqrt(2 / 40 / 3), rtol=0.06)
@@ -266,7 +267,7 @@ class TestStacks:
         assert found.layer["conv"].kernel.shape == (0, 5, 3, 4)
 
 
-def test_it_works_where_ensembles_are_made() -> None:
+def test_it_works_inside_ensemble_create() -> None:
     def make(rngs: nnx.Rngs) -> Any:
         return reinitialize(nnx.Linear(4, 3, rngs=rngs), {nnx.Linear: init.he_normal()}, rngs())
 
@@ -288,7 +289,7 @@ def wrong(**results: Any) -> Any:
 
 
 class TestRefusals:
-    """Rules, keys and initializers that cannot be right."""
+    """Invalid rules, keys and initializers."""
 
     @pytest.mark.parametrize(
         ("rules", "match"),
@@ -317,7 +318,7 @@ class TestRefusals:
             (wrong(shape=(1, 3)), r"returned an array of shape \(1, 3\) .*, but must return shape \(3,\)"),
         ],
     )
-    def test_rules_that_do_not_fit(self, rules: Any, match: str) -> None:
+    def test_mismatched_rules(self, rules: Any, match: str) -> None:
         with pytest.raises(ValueError, match=f"reinitialize: .*{match}"):
             reinitialize(self.model(), rules, KEY)
 
@@ -342,7 +343,7 @@ class TestRefusals:
             reinitialize(self.model(), rules, KEY)
 
     @pytest.mark.parametrize("key", [0, None, jax.random.PRNGKey(0), jax.random.split(KEY, 2)])
-    def test_what_is_no_key(self, key: Any) -> None:
+    def test_invalid_keys(self, key: Any) -> None:
         with pytest.raises(
             TypeError, match=r"reinitialize: key must be one key, such as jax\.random\.key\(0\), but got"
         ):
@@ -357,7 +358,7 @@ class TestRefusals:
         ):
             reinitialize(ensemble, {nnx.Linear: init.ones}, KEY)
 
-    def test_two_of_one_name(self) -> None:
+    def test_duplicate_names(self) -> None:
         model = nnx.Dict(
             {"a.b": nnx.Linear(4, 3, rngs=nnx.Rngs(0)), "a": nnx.Dict(b=nnx.Linear(2, 3, rngs=nnx.Rngs(0)))}
         )

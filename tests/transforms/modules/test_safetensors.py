@@ -1,4 +1,4 @@
-"""Damage: every flipped bit and every cut of a file is told in one sentence, and no wrong number is ever read."""
+"""Damage: every flipped bit and every truncation of a file is reported, and no wrong number is ever read."""
 
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ def content(path: Path) -> bytes:
 
 def read(path: Path) -> dict[str, np.ndarray]:
     with reading("load", path) as file:
-        return {name: read_array("load", file, path, name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+        return {name: read_array("load", file, path, name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
 
 
 def assert_told(path: Path, content: bytes) -> None:
@@ -46,7 +46,7 @@ def assert_told(path: Path, content: bytes) -> None:
         read(path)
 
 
-def test_what_was_written_is_read(path: Path, content: bytes) -> None:
+def test_a_written_file_is_read(path: Path, content: bytes) -> None:
     found = read(path)
     assert found.keys() == ARRAYS.keys()
     for name, x in ARRAYS.items():
@@ -63,21 +63,21 @@ def test_every_byte_counts(path: Path, content: bytes) -> None:
 
 
 def test_every_bit_of_the_metadata_counts(path: Path, content: bytes) -> None:
-    # Where a checksum that goes unnoticed would take the others' protection with it.
+    # The metadata holds the checksums: unnoticed damage to it would leave other data unprotected.
     for i in range(8 * (content.index(b"}") + 3)):
         changed = bytearray(content)
         changed[i // 8] ^= 1 << i % 8
         assert_told(path, bytes(changed))
 
 
-def test_every_cut_is_told(path: Path, content: bytes) -> None:
+def test_every_truncation_is_reported(path: Path, content: bytes) -> None:
     for length in range(0, len(content), 3):
         assert_told(path, content[:length])
     assert_told(path, content[:-1])
     assert_told(path, content + b"\0")
 
 
-def test_bytes_that_change_places_are_told(path: Path, content: bytes) -> None:
+def test_swapped_bytes_are_reported(path: Path, content: bytes) -> None:
     assert_told(path, content[:-4] + content[-2:] + content[-4:-2])
     assert_told(path, content[:8] + content[8:].replace(b"net.kernel", b"net.kernal"))
 
@@ -85,7 +85,7 @@ def test_bytes_that_change_places_are_told(path: Path, content: bytes) -> None:
 @pytest.mark.parametrize(
     "length", [0, 1, 2**20, 10**8, 10**8 + 1, 2**31, 2**40, 2**63, 2**64 - 1], ids=lambda length: f"{length:.0e}"
 )
-def test_a_header_of_any_claimed_length_is_told(path: Path, content: bytes, length: int) -> None:
+def test_a_wrong_header_length_is_reported(path: Path, content: bytes, length: int) -> None:
     assert_told(path, length.to_bytes(8, "little") + content[8:])
 
 
@@ -105,14 +105,14 @@ def test_a_header_of_any_claimed_length_is_told(path: Path, content: bytes, leng
         b"",
     ],
 )
-def test_headers_that_cannot_be_are_told(path: Path, header: bytes) -> None:
+def test_invalid_headers_are_reported(path: Path, header: bytes) -> None:
     assert_told(path, len(header).to_bytes(8, "little") + header + bytes(4))
 
 
 @pytest.mark.parametrize(
     "content", [b"", b"PK\x03\x04" + bytes(100), b"\x80\x02}q\x00." + bytes(100), b"some text\n" * 9]
 )
-def test_other_files_are_told(path: Path, content: bytes) -> None:
+def test_other_files_are_reported(path: Path, content: bytes) -> None:
     assert_told(path, content)
 
 
@@ -123,7 +123,7 @@ def test_a_file_from_elsewhere_needs_no_checksum(path: Path) -> None:
         assert_told(path, path.read_bytes()[:-1])
 
 
-def test_later_formats_are_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_formats_are_reported(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setitem(_safetensors._METADATA, "plurax.format", "2")
         write("save", path, ARRAYS)

@@ -1,4 +1,4 @@
-"""`clipped_grad` in the place of `jax_privacy.clipped_grad`: arguments, results, errors, and its tools."""
+"""`clipped_grad` as a replacement for `jax_privacy.clipped_grad`: arguments, results, errors, and its tools."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jax_privacy.experimental import execution_plan
 
 from plurax.transforms import clipped_grad
 
-pytestmark = pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated:DeprecationWarning")  # by jax-privacy
+pytestmark = pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated:DeprecationWarning")  # in jax-privacy
 
 METHODS = ("vmap", "ghost", "book_keeping")
 RELATIONS = list(dp_accounting.NeighboringRelation)
@@ -103,34 +103,34 @@ BY_KEYWORD = {"y": Y, "weight": {"of": np.linspace(0.5, 2, 6, dtype=np.float32),
 
 CASES: dict[str, Case] = {
     "values and norms": case(**EVERY),
-    "a bound that is an int, of few": case(l2_clip_norm=1, return_values=True),
-    "a bound in an array, of none": case(l2_clip_norm=jnp.float32(10), return_grad_norms=True),
+    "an integer bound below some norms": case(l2_clip_norm=1, return_values=True),
+    "an array bound above all norms": case(l2_clip_norm=jnp.float32(10), return_grad_norms=True),
     "normalized": case(normalize_by=6),
     "rescaled and normalized": case(rescale_to_unit_norm=True, normalize_by=0.25),
-    # The gradients of what.
+    # Arguments and transforms.
     "several arguments": case(scaled, (PARAMS, X, Y, np.float32(0.7)), argnums=(3, 0), **EVERY),
     "one in a tuple": case(argnums=(0,)),
     "a number": case(scaled, (PARAMS, X, Y, 2.5), argnums=3, **EVERY),
     "the second one": case(data_first, ({"x": X, "rest": [Y]}, PARAMS), argnums=1, batch_argnums=0, **EVERY),
-    "complex ones": case(
+    "complex parameters": case(
         lambda p, x, y: jnp.abs(jnp.sum(p["c"] * x) + 1j) + jnp.sum(jnp.cos(p["c"]).imag * p["r"]),
         ({"c": jnp.exp(1j * jnp.arange(4.0)), "r": np.ones(4, np.float32)}, X, Y),
         **EVERY,
     ),
-    "a leaf of nothing": case(args=({**PARAMS, "n": None, "e": np.ones((0, 2), np.float32)}, X, Y)),
+    "an empty leaf": case(args=({**PARAMS, "n": None, "e": np.ones((0, 2), np.float32)}, X, Y)),
     "parameters without data": case(lambda p, x, y: jnp.sum(p["w"]) * jnp.sum(x), **EVERY),
     "a transform": case(pre_clipping_transform=lambda g: jax.tree.map(jnp.sin, g), microbatch_size=2, **EVERY),
-    "a transform to something else": case(pre_clipping_transform=twice, **EVERY),
-    "a transform of several": case(
+    "a transform to another structure": case(pre_clipping_transform=twice, **EVERY),
+    "a transform of several arguments": case(
         scaled,
         (PARAMS, X, Y, 0.7),
         argnums=(0, 3),
         pre_clipping_transform=lambda g: (g[1], g[0]["b"]),
         normalize_by=3.0,
     ),
-    "a transform to nothing": case(pre_clipping_transform=lambda g: {}, **EVERY),
+    "a transform to an empty tree": case(pre_clipping_transform=lambda g: {}, **EVERY),
     "a transform to None": case(pre_clipping_transform=lambda g: None, **EVERY),
-    # And of whom.
+    # Auxiliary outputs and batch arguments.
     "auxiliary arrays": case(with_aux, has_aux=True, microbatch_size=2, **EVERY),
     "auxiliary numbers": case(
         lambda p, x, y: (loss(p, x, y), {"n": 3, "f": 0.5, "of": np.arange(2), "j": jnp.arange(3), "none": None}),
@@ -139,43 +139,45 @@ CASES: dict[str, Case] = {
     "without an axis": case(of_one, keep_batch_dim=False, **EVERY),
     "auxiliary arrays without an axis": case(aux_of_one, has_aux=True, keep_batch_dim=False),
     "groups": case(args=GROUPS, keep_batch_dim=False, l2_clip_norm=0.5, **EVERY),
-    "groups with an axis": case(lambda p, x, y: loss(p, x[0], y[0]), GROUPS, l2_clip_norm=0.5, microbatch_size=1),
+    "groups of samples": case(lambda p, x, y: loss(p, x[0], y[0]), GROUPS, l2_clip_norm=0.5, microbatch_size=1),
     "one sample": case(args=(PARAMS, X[:1], Y[:1]), **EVERY),
     "keywords": case(by_keyword, (PARAMS, X), BY_KEYWORD, batch_argnums=1, microbatch_size=2, **EVERY),
     "padding": case(kwargs={"is_padding_example": PADDED}, **EVERY),
-    "padding in parts": case(kwargs={"is_padding_example": PADDED}, microbatch_size=2),
+    "padding in microbatches": case(kwargs={"is_padding_example": PADDED}, microbatch_size=2),
     "padding without an axis": case(
         of_one, kwargs={"is_padding_example": PADDED}, keep_batch_dim=False, nan_safe=False
     ),
-    # How.
+    # Keys, microbatches and other options.
     "a key": case(noisy, (PARAMS, X, KEY), batch_argnums=1, prng_argnum=2, **EVERY),
-    "a key in parts": case(noisy, (PARAMS, X, KEY), batch_argnums=1, prng_argnum=2, microbatch_size=2, **EVERY),
-    "a key of old": case(noisy, (PARAMS, X, jax.random.PRNGKey(3)), batch_argnums=1, prng_argnum=-1),
+    "a key in microbatches": case(noisy, (PARAMS, X, KEY), batch_argnums=1, prng_argnum=2, microbatch_size=2, **EVERY),
+    "a legacy key": case(noisy, (PARAMS, X, jax.random.PRNGKey(3)), batch_argnums=1, prng_argnum=-1),
     "keys": case(noisier, (PARAMS, X, KEYS), batch_argnums=1, prng_argnum=2),
-    "a key for all": case(noisy, (PARAMS, X, KEY), batch_argnums=1),
-    "NaN may pass, but there is none": case(nan_safe=False, microbatch_size=6, **EVERY),
-    "an axis of devices": case(spmd_axis_name="data", microbatch_size=3),
-    "a narrow sum": case(dtype=jnp.bfloat16, tolerance=2e-2, **EVERY),
-    "a narrow sum in parts": case(dtype="float16", tolerance=2e-3, microbatch_size=2, rescale_to_unit_norm=True),
-    "a wide sum of narrow gradients": case(args=(HALF, X, Y), dtype=jnp.float32, tolerance=2e-2),
-    "narrow gradients": case(args=(HALF, X, Y), tolerance=2e-2, normalize_by=6.0),
+    "a shared key": case(noisy, (PARAMS, X, KEY), batch_argnums=1),
+    "nan_safe=False without NaN": case(nan_safe=False, microbatch_size=6, **EVERY),
+    "spmd_axis_name": case(spmd_axis_name="data", microbatch_size=3),
+    "a sum in low precision": case(dtype=jnp.bfloat16, tolerance=2e-2, **EVERY),
+    "a low-precision sum in microbatches": case(
+        dtype="float16", tolerance=2e-3, microbatch_size=2, rescale_to_unit_norm=True
+    ),
+    "a high-precision sum of low-precision gradients": case(args=(HALF, X, Y), dtype=jnp.float32, tolerance=2e-2),
+    "low-precision gradients": case(args=(HALF, X, Y), tolerance=2e-2, normalize_by=6.0),
 }
 
 
 def method_of(number: int, options: dict[str, Any]) -> str:
-    """One of the methods that can do it, in turn: test_clipped.py is where they are compared."""
+    """Return a supported method, alternating; test_clipped.py compares them."""
     if "pre_clipping_transform" in options:
         return ("vmap", "auto")[number % 2]
     return ("book_keeping", "vmap", "ghost" if "dtype" not in options else "auto")[number % 3]
 
 
 def jitted(of: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compiled as one program, with the numbers among the arguments as they are: a float is no array."""
+    """Call under `jit`; other arguments stay concrete, as a float is not an array."""
     return jax.jit(lambda kwargs: of(*args, **kwargs))(kwargs)
 
 
 def assert_same(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
-    """The same structure, shapes, dtypes and numbers; an `Aux` of either library is one."""
+    """Assert the same structure, shapes, dtypes and values; an `Aux` of either library counts as the same type."""
     as_tuples = lambda tree: (tree[0], tuple(tree[1])) if type(tree) is tuple and has_fields(tree[-1]) else tree
     actual, expected = as_tuples(actual), as_tuples(expected)
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
@@ -187,7 +189,7 @@ def has_fields(x: Any) -> bool:
     return getattr(x, "_fields", None) == ("values", "grad_norms", "aux")
 
 
-def test_the_helper_sees_differences() -> None:
+def test_the_helper_detects_differences() -> None:
     one = (jnp.ones(2), jax_privacy.clipping.AuxiliaryOutput(jnp.ones(3), None, None))
     assert_same(one, one)
     for other in (
@@ -209,7 +211,7 @@ def test_the_signature_is_the_same() -> None:
     described = lambda parameters: [(p.name, p.kind, p.default) for p in parameters.values()]
     identity = theirs["pre_clipping_transform"].default
     assert identity("anything") == "anything"
-    ours["pre_clipping_transform"] = ours["pre_clipping_transform"].replace(default=identity)  # there it is None
+    ours["pre_clipping_transform"] = ours["pre_clipping_transform"].replace(default=identity)  # None in jax-privacy
     assert described(ours) == described(theirs)
 
 
@@ -225,14 +227,14 @@ def test_the_results_are_the_same(name: str, method: str) -> None:
 
 
 def of_each_method(**options: Any) -> list[Any]:
-    """`clipped_grad` of each method, and before them jax-privacy's, of `loss`."""
+    """Return jax-privacy's `clipped_grad` of `loss`, followed by ours for each method."""
     options = {"l2_clip_norm": 1.37, "batch_argnums": (1, 2), **options}
     return [jax_privacy.clipped_grad(loss, **options), *(clipped_grad(loss, **options, method=m) for m in METHODS)]
 
 
 @pytest.mark.parametrize("rescale", [False, True])
 def test_every_bound_means_the_same(rescale: bool) -> None:
-    """It may also be traced, and negative then."""
+    """Bounds may also be traced, and then negative."""
 
     def sums(bound: Any) -> Any:
         every = of_each_method(l2_clip_norm=bound, rescale_to_unit_norm=rescale, normalize_by=2.0)
@@ -253,8 +255,8 @@ def test_its_derivatives_are_the_same() -> None:
         assert_same(each, expected, 1e-4)
 
 
-def test_what_is_skipped_there_is_padding() -> None:
-    """The values and norms of padding are those of what it holds; there, of whole parts of it, they are zeros."""
+def test_padding_is_excluded_as_in_jax_privacy() -> None:
+    """Padding has the values and norms of its data; jax-privacy gives zeros for microbatches of padding only."""
     padding = np.arange(6) % 2 == 1
     every = of_each_method(microbatch_size=3, **EVERY)
     (total, there), *found = jax.jit(lambda: [of(PARAMS, X, Y, is_padding_example=padding) for of in every])()
@@ -269,8 +271,8 @@ def test_what_is_skipped_there_is_padding() -> None:
             assert_same(mine, without_padding)
 
 
-def test_the_one_deviation() -> None:
-    """A gradient that is not finite in one place is left out as a whole; there, only in that place."""
+def test_non_finite_gradients_are_excluded_as_a_whole() -> None:
+    """A gradient with a non-finite entry is left out as a whole; jax-privacy zeroes only that entry."""
     fun = lambda p, x: jnp.sum(p["w"] * x[0, 0]) + jnp.sum(p["b"] * x[0, 1:])
     broken = X.copy()
     broken[2, 0], broken[4, 0] = np.nan, np.inf
@@ -278,7 +280,7 @@ def test_the_one_deviation() -> None:
 
     def sums(of: Any, **options: Any) -> Any:
         of = partial(of, fun, l2_clip_norm=0.7, **options)
-        # Of the last, each number is finite and the norm is not: it contributes nothing, in both.
+        # In the last case the entries are finite and the norm is not: it contributes nothing in both libraries.
         first = of()(PARAMS, X[whole]), of(return_grad_norms=True)(PARAMS, broken), of(nan_safe=False)(PARAMS, broken)
         return *first, of()(PARAMS, 1e20 * X)
 
@@ -299,7 +301,7 @@ def test_the_one_deviation() -> None:
 
 @pytest.mark.parametrize("method", [*METHODS, "auto"])
 def test_an_empty_batch_sums_to_zero(method: str) -> None:
-    """Poisson sampling gives one sometimes; there it is an error."""
+    """Poisson sampling may give one; jax-privacy raises an error."""
     options = {"l2_clip_norm": 1.0, "batch_argnums": (1, 2), **EVERY}
     with pytest.raises(ValueError, match="must be positive"):
         jax.eval_shape(jax_privacy.clipped_grad(loss, **options), PARAMS, X[:0], Y[:0])
@@ -319,7 +321,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_what_is_returned_has_the_same_attributes(options: dict[str, Any]) -> None:
+def test_results_have_the_same_attributes(options: dict[str, Any]) -> None:
     ours, theirs = clipped_grad(loss, **options), jax_privacy.clipped_grad(loss, **options)
     assert (ours.has_aux, ours.l2_norm_bound) == (theirs.has_aux, theirs.l2_norm_bound)
     assert ours.sensitivity() == theirs.sensitivity()
@@ -336,7 +338,7 @@ def test_what_is_returned_has_the_same_attributes(options: dict[str, Any]) -> No
     assert dataclasses.replace(ours, l2_norm_bound=7.0).sensitivity() == 7.0
 
 
-# What is wrong: the loss, its arguments, options, and keyword arguments.
+# Wrong usage: the loss, its arguments, options, and keyword arguments.
 Wrong = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], dict[str, Any]]
 
 
@@ -345,7 +347,7 @@ def wrong(fun: Any = loss, args: Any = (PARAMS, X, Y), kwargs: Any = None, **opt
 
 
 def error_of(of: Any, fun: Any, args: tuple[Any, ...], options: dict[str, Any], kwargs: dict[str, Any]) -> type | None:
-    """The type of the error, of making the function or of calling it."""
+    """Return the type of the error from making or calling the function."""
     try:
         jax.eval_shape(lambda: as_leaves(of(fun, **options)(*args, **kwargs)))
     except Exception as error:
@@ -360,48 +362,48 @@ def as_leaves(tree: Any) -> Any:
 REFUSED_BY_BOTH: dict[str, Wrong] = {
     "argnums empty": wrong(argnums=()),
     "argnums negative": wrong(argnums=-1),
-    "argnums no int": wrong(argnums=1.0),
+    "argnums not an int": wrong(argnums=1.0),
     "argnums None": wrong(argnums=None),
     "batch_argnums empty": wrong(batch_argnums=()),
     "batch_argnums negative": wrong(batch_argnums=-2),
-    "batch_argnums no int": wrong(batch_argnums="1"),
-    "in both": wrong(argnums=(0, 1)),
+    "batch_argnums not an int": wrong(batch_argnums="1"),
+    "argnums and batch_argnums overlap": wrong(argnums=(0, 1)),
     "the bound negative": wrong(l2_clip_norm=-1.0),
-    "the bound a negative int": wrong(l2_clip_norm=-1),
-    "the bound a negative number of numpy": wrong(l2_clip_norm=np.float32(-1.0)),
+    "the bound a negative integer": wrong(l2_clip_norm=-1),
+    "the bound a negative NumPy number": wrong(l2_clip_norm=np.float32(-1.0)),
     "the bound None": wrong(l2_clip_norm=None),
     "normalize_by zero": wrong(normalize_by=0.0),
     "normalize_by negative": wrong(normalize_by=-1),
     "normalize_by None": wrong(normalize_by=None),
-    "microbatch_size no int": wrong(microbatch_size=2.0),
-    "prng_argnum no key": wrong(noisy, (PARAMS, X, 3), batch_argnums=1, prng_argnum=2),
+    "microbatch_size not an int": wrong(microbatch_size=2.0),
+    "prng_argnum not a key": wrong(noisy, (PARAMS, X, 3), batch_argnums=1, prng_argnum=2),
     "prng_argnum with keys": wrong(noisy, (PARAMS, X, jax.random.split(KEY, 6)), batch_argnums=1, prng_argnum=2),
     "unknown dtype": wrong(dtype="floatish"),
-    "a transform that is none": wrong(pre_clipping_transform=3),
-    "sizes that differ": wrong(args=(PARAMS, X, Y[:5])),
+    "a transform that is not callable": wrong(pre_clipping_transform=3),
+    "different batch sizes": wrong(args=(PARAMS, X, Y[:5])),
     "an argument without an axis": wrong(args=(PARAMS, X, np.int32(3))),
     "a batch that is a number": wrong(args=(PARAMS, X, 3)),
-    "a batch that is missing": wrong(of_one, (PARAMS, X), keep_batch_dim=False),
-    "an argument too many": wrong(args=(PARAMS, X, Y, Y)),
+    "a missing batch": wrong(of_one, (PARAMS, X), keep_batch_dim=False),
+    "an extra argument": wrong(args=(PARAMS, X, Y, Y)),
     "an unknown keyword": wrong(kwargs={"z": X}),
     "a keyword of another size": wrong(by_keyword, (PARAMS, X), {**BY_KEYWORD, "y": Y[:5]}, batch_argnums=1),
     "a keyword without an axis": wrong(
         by_keyword, (PARAMS, X), {"y": Y, "weight": {"of": 2.0, "on": X[:, :3]}}, batch_argnums=1
     ),
     "padding of another size": wrong(kwargs={"is_padding_example": np.zeros(5, bool)}),
-    "no scalar": wrong(lambda p, x, y: x @ p["w"]),
-    "an array of one number": wrong(lambda p, x, y: loss(p, x, y)[None]),
+    "not a scalar": wrong(lambda p, x, y: x @ p["w"]),
+    "an array with one entry": wrong(lambda p, x, y: loss(p, x, y)[None]),
     "an integer": wrong(lambda p, x, y: 3),
     "a complex number": wrong(lambda p, x, y: loss(p, x, y) * 1j),
     "nothing": wrong(lambda p, x, y: None),
     "a pair without has_aux": wrong(with_aux),
-    "no pair": wrong(has_aux=True),
+    "not a pair": wrong(has_aux=True),
     "three": wrong(lambda p, x, y: (loss(p, x, y), 1, 2), has_aux=True),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED_BY_BOTH)
-def test_what_both_refuse_they_refuse_with_the_same_type(name: str) -> None:
+def test_common_errors_have_the_same_type(name: str) -> None:
     assert error_of(jax_privacy.clipped_grad, *REFUSED_BY_BOTH[name]) in (TypeError, ValueError, IndexError)
     assert error_of(clipped_grad, *REFUSED_BY_BOTH[name]) is error_of(jax_privacy.clipped_grad, *REFUSED_BY_BOTH[name])
 
@@ -409,10 +411,10 @@ def test_what_both_refuse_they_refuse_with_the_same_type(name: str) -> None:
 def test_a_missing_bound_is_a_type_error() -> None:
     for of in (clipped_grad, jax_privacy.clipped_grad):
         with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'l2_clip_norm'"):
-            of(loss)  # type: ignore[call-arg]  # what is missing is what is tested
+            of(loss)  # type: ignore[call-arg]  # tests the missing argument
 
 
-# Errors there that are found late, by what happens to fail; ours say what is wrong, and are of the documented types.
+# jax-privacy fails late on these, with incidental errors; ours name the problem and have the documented types.
 REFUSED_OTHERWISE: dict[str, tuple[Wrong, type | None, type | None]] = {
     "microbatch_size does not divide": (wrong(microbatch_size=4), TypeError, ValueError),
     "microbatch_size zero": (wrong(microbatch_size=0), ZeroDivisionError, ValueError),
@@ -424,16 +426,16 @@ REFUSED_OTHERWISE: dict[str, tuple[Wrong, type | None, type | None]] = {
     "prng_argnum out of range": (wrong(prng_argnum=3), IndexError, ValueError),
     "a batch by keyword": (wrong(args=(PARAMS, X), kwargs={"y": Y}), IndexError, ValueError),
     "a string in the batch": (wrong(args=(PARAMS, X, "abc")), TypeError, ValueError),
-    "a keyword that is no array": (
+    "a keyword that is not an array": (
         wrong(lambda p, x, mode: jnp.sum(p["b"]), (PARAMS, X), {"mode": "a"}, batch_argnums=1),
         TypeError,
         ValueError,
     ),
-    "no array": (wrong(lambda p, x, y: jnp.sum(p["b"]), (PARAMS, None, None)), IndexError, ValueError),
+    "not an array": (wrong(lambda p, x, y: jnp.sum(p["b"]), (PARAMS, None, None)), IndexError, ValueError),
     "padding of another rank": (wrong(kwargs={"is_padding_example": np.zeros((6, 1), bool)}), TypeError, ValueError),
     "padding of floats": (wrong(kwargs={"is_padding_example": np.zeros(6)}), TypeError, ValueError),
 }
-# What ours refuses though it has a result there, and what it takes though it is refused there.
+# Accepted by jax-privacy and refused by ours, and the reverse.
 REFUSED_HERE: dict[str, Wrong] = {
     "the bound NaN": wrong(l2_clip_norm=np.nan),
     "normalize_by NaN": wrong(normalize_by=np.nan),
@@ -445,30 +447,30 @@ REFUSED_THERE: dict[str, Wrong] = {
     "integer parameters": wrong(args=({"w": np.ones((4, 3), int), "b": PARAMS["b"]}, X, Y)),
     "argnums a list": wrong(argnums=[0]),
     "batch_argnums a list": wrong(batch_argnums=[1, 2]),
-    "argnums an int of numpy": wrong(argnums=np.int64(0)),
+    "argnums a NumPy integer": wrong(argnums=np.int64(0)),
     "microbatch_size larger than the batch": wrong(microbatch_size=8),
-    "no transform": wrong(pre_clipping_transform=None),
-    "padding in a list": wrong(kwargs={"is_padding_example": [False] * 6}),
-    "the first of the batch without an array": wrong(lambda p, x, y: jnp.sum(p["b"]) * y[0], (PARAMS, None, Y)),
-    "a string beside the loss": wrong(lambda p, x, y: (loss(p, x, y), "aux"), has_aux=True),
+    "transform None": wrong(pre_clipping_transform=None),
+    "padding as a list": wrong(kwargs={"is_padding_example": [False] * 6}),
+    "a batch whose first argument is empty": wrong(lambda p, x, y: jnp.sum(p["b"]) * y[0], (PARAMS, None, Y)),
+    "a string as auxiliary output": wrong(lambda p, x, y: (loss(p, x, y), "aux"), has_aux=True),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED_OTHERWISE)
-def test_what_is_refused_with_another_type(name: str) -> None:
+def test_errors_with_another_type(name: str) -> None:
     case, theirs, ours = REFUSED_OTHERWISE[name]
     assert error_of(jax_privacy.clipped_grad, *case) is theirs
     assert error_of(clipped_grad, *case) is ours
 
 
 @pytest.mark.parametrize("name", REFUSED_HERE)
-def test_what_is_refused_here_alone(name: str) -> None:
+def test_usage_that_only_plurax_refuses(name: str) -> None:
     assert error_of(jax_privacy.clipped_grad, *REFUSED_HERE[name]) is None
     assert error_of(clipped_grad, *REFUSED_HERE[name]) in (TypeError, ValueError)
 
 
 @pytest.mark.parametrize("name", REFUSED_THERE)
-def test_what_is_refused_there_alone(name: str) -> None:
+def test_usage_that_only_jax_privacy_refuses(name: str) -> None:
     assert error_of(jax_privacy.clipped_grad, *REFUSED_THERE[name]) in (TypeError, AttributeError, IndexError)
     assert error_of(clipped_grad, *REFUSED_THERE[name]) is None
 
@@ -493,7 +495,7 @@ def test_noise_is_added_to_it() -> None:
 
 
 @pytest.mark.parametrize("relation", RELATIONS)
-def test_an_accountant_takes_its_sensitivity(relation: Any) -> None:
+def test_an_accountant_accepts_its_sensitivity(relation: Any) -> None:
     accountant = dp_accounting.pld.PLDAccountant(relation)
     epsilon = {}
     for of in (clipped_grad, jax_privacy.clipped_grad):
@@ -505,7 +507,7 @@ def test_an_accountant_takes_its_sensitivity(relation: Any) -> None:
 
 
 def test_a_plan_trains_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A whole training with jax-privacy's plan: sampling, padding, clipping, and correlated noise."""
+    """Train with jax-privacy's plan: sampling, padding, clipping, and correlated noise."""
     calls = []
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -539,5 +541,5 @@ def test_a_plan_trains_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = trained()
     monkeypatch.setattr(jax_privacy.clipping, "clipped_grad", counted)
     assert_same(trained(), theirs)
-    assert len(calls) == 2  # for the sensitivity, and for the loss
+    assert len(calls) == 2  # once for the sensitivity, once for the loss
     assert float(optax.tree.norm(jax.tree.map(jnp.subtract, theirs, PARAMS))) > 0.1

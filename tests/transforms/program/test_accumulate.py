@@ -1,4 +1,4 @@
-"""Micro-batches one after another, against the whole batch."""
+"""Sequential micro-batches, against the whole batch."""
 
 import os
 import subprocess
@@ -43,7 +43,7 @@ def test_gradients_are_those_of_the_whole_batch(micro_batches: int) -> None:
     assert_close(jax.value_and_grad(accumulate(loss, micro_batches))(PARAMS, BATCH), expected)
 
 
-def test_several_batches_positions_from_the_end_and_keywords() -> None:
+def test_several_batches_negative_positions_and_keywords() -> None:
     def fun(scale: jax.Array, x: jax.Array, params: jax.Array, y: jax.Array, *, power: int) -> jax.Array:
         return (scale * (x @ params - y) ** power).mean()
 
@@ -52,7 +52,7 @@ def test_several_batches_positions_from_the_end_and_keywords() -> None:
     np.testing.assert_allclose(ours, fun(*arguments, power=2), rtol=1e-6)
 
 
-def test_a_sum_adds_up_counts_and_keeps_their_dtype() -> None:
+def test_a_sum_adds_counts_and_keeps_their_dtype() -> None:
     def count(params: Any, x: jax.Array) -> Any:
         return {"hits": (x > 0).sum(), "all": x.shape[0], "total": x.sum()}
 
@@ -64,9 +64,9 @@ def test_a_sum_adds_up_counts_and_keeps_their_dtype() -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_few_bits_are_summed_in_more(dtype: Any) -> None:
+def test_low_precision_is_summed_in_higher_precision(dtype: Any) -> None:
     ours = accumulate(lambda _, x: x.sum(), 1024, reduction="sum")(None, jnp.ones(1024, dtype))
-    assert (ours.dtype, float(ours)) == (dtype, 1024.0)  # a bfloat16 stays at 256
+    assert (ours.dtype, float(ours)) == (dtype, 1024.0)  # a bfloat16 sum would stop at 256
 
 
 def test_one_part_is_compiled_and_in_memory() -> None:
@@ -83,7 +83,7 @@ def test_one_part_is_compiled_and_in_memory() -> None:
     assert many.memory_analysis().temp_size_in_bytes < four
 
 
-def test_the_gradient_of_an_accumulation_keeps_one_part() -> None:
+def test_the_gradient_of_an_accumulation_stores_one_part() -> None:
     batch = {"x": jnp.zeros((960, 64)), "y": jnp.zeros((960, 2))}
     params = {"w": jnp.zeros((64, 128)), "v": jnp.zeros((128, 2))}
     whole, parts = (
@@ -95,7 +95,7 @@ def test_the_gradient_of_an_accumulation_keeps_one_part() -> None:
 
 class Net(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
-        # The gradient of a bias before a batch norm would be nothing but rounding.
+        # No bias before a batch norm: its gradient would be rounding noise.
         self.dense, self.out = nnx.Linear(3, 4, use_bias=False, rngs=rngs), nnx.Linear(4, 2, rngs=rngs)
         self.norm, self.drop = nnx.BatchNorm(4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
 
@@ -116,7 +116,7 @@ def test_a_module_in_evaluation_has_the_gradients_of_the_whole_batch() -> None:
 
 
 @pytest.mark.parametrize("outside", [False, True])
-def test_what_a_module_keeps_goes_from_part_to_part(outside: bool) -> None:
+def test_the_state_of_a_module_is_passed_between_parts(outside: bool) -> None:
     ours, theirs = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
     x, y = normal(6, 3), normal(6, 2, seed=1)
     parts = [value_and_grad(net_loss)(theirs, x[i : i + 2], y[i : i + 2]) for i in (0, 2, 4)]
@@ -172,7 +172,7 @@ def test_convolutions_keep_their_gradients() -> None:
     assert_close(accumulate(grad(of), 2)(model, x), grad(of)(model, x))
 
 
-def test_keys_of_examples_are_part_of_a_batch() -> None:
+def test_per_example_keys_are_split_with_the_batch() -> None:
     keys = jax.random.split(jax.random.key(0), 4)
 
     def noise(_: Any, keys: jax.Array) -> jax.Array:
@@ -253,13 +253,15 @@ def assigns(model: Any, x: jax.Array) -> jax.Array:
         (assigns, {}, jnp.ones(4), ValueError, "fun assigns the parameter `bias`, but all calls share it"),
     ],
 )
-def test_what_cannot_be_accumulated_is_refused(fun: Any, options: Any, x: Any, error: Any, message: str) -> None:
+def test_results_that_cannot_be_accumulated_are_refused(
+    fun: Any, options: Any, x: Any, error: Any, message: str
+) -> None:
     options = {"micro_batches": 2, **options}
     with pytest.raises(error, match=f"^accumulate: .*{message}"):
         accumulate(fun, options.pop("micro_batches"), **options)(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), x)
 
 
-# What a reader found.
+# Regressions.
 
 
 def test_weak_types_of_a_batch_stay_weak() -> None:
@@ -283,7 +285,7 @@ for check_vma, inside in ((True, True), (True, False), (False, True)):
     of = accumulate(jax.value_and_grad(loss), 3) if inside else jax.value_and_grad(accumulate(loss, 3))
 
     def of_part(w, x):
-        mine = jax.lax.pcast(w, "i", to="varying") if check_vma else w  # or gradients are added over devices
+        mine = jax.lax.pcast(w, "i", to="varying") if check_vma else w  # else gradients are summed over devices
         return jax.lax.pmean(of(mine, x), "i")
 
     mapped = jax.shard_map(of_part, mesh=mesh, in_specs=(P(), P("i")), out_specs=P(), check_vma=check_vma)
@@ -329,7 +331,7 @@ def test_a_custom_rule_in_a_module_assigns_nothing() -> None:
     np.testing.assert_allclose(total, model(x).sum(), rtol=1e-5)
 
 
-def test_names_with_dots_that_meet_are_told_apart() -> None:
+def test_colliding_names_with_dots_are_distinguished() -> None:
     outer, inner = nnx.BatchStat(jnp.zeros(())), nnx.BatchStat(jnp.ones(()))
     model = nnx.Dict({"a.b": outer, "a": nnx.Dict({"b": inner})})
 

@@ -1,4 +1,4 @@
-"""Arrays of many lengths, against the same function of each length."""
+"""Arrays of many lengths, against the same function at each length."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def mean(x: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 class Compilations:
-    """How many programs XLA compiles while this listens."""
+    """Count the programs that XLA compiles while active."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -59,7 +59,7 @@ def test_two_hundred_lengths_take_at_most_nine_compilations() -> None:
         ([10, 20], 11, 20),
     ],
 )
-def test_arrays_are_filled_up_to_the_next_size(sizes: Any, length: int, size: int) -> None:
+def test_arrays_are_padded_to_the_next_size(sizes: Any, length: int, size: int) -> None:
     found = bucketed(lambda x, mask: (x, mask), sizes=sizes)(np.ones(length, np.float32))
     assert found[0].tolist() == [1.0] * length + [0.0] * (size - length)
     assert found[1].tolist() == [True] * length + [False] * (size - length)
@@ -102,7 +102,7 @@ class Net(nnx.Module):
 
 
 @pytest.mark.parametrize("as_function", [True, False])
-def test_modules_and_what_they_keep(as_function: bool) -> None:
+def test_modules_and_their_state(as_function: bool) -> None:
     model, x = Net(), np.ones((5, 3), np.float32)
     of = bucketed(model) if as_function else bucketed(lambda model, x, mask: model(x, mask), axis=(None, 0))
     for _ in range(2):
@@ -118,7 +118,7 @@ def test_a_failing_call_changes_nothing() -> None:
     assert float(model.seen[...]) == 0.0
 
 
-def test_a_parameter_that_changes_is_seen() -> None:
+def test_a_changed_parameter_is_used() -> None:
     model, x = Net(), np.ones((5, 3), np.float32)
     of = bucketed(model)
     before = of(x)
@@ -200,16 +200,16 @@ def test_wrong_arguments_are_refused(options: Any, args: Any, error: type[Except
         bucketed(lambda x, y, mask: (x, y), **options)(*args)
 
 
-def test_a_mask_of_ones_own_is_refused() -> None:
+def test_a_mask_argument_is_refused() -> None:
     with pytest.raises(TypeError, match="^bucketed: mask must not be passed, since bucketed computes it"):
         bucketed(mean)(np.ones(3), mask=np.ones(3, bool))
 
 
-# What a reader found.
+# Regressions.
 
 
 class Tied(nnx.Module):
-    """One variable in two places."""
+    """One variable under two names."""
 
     def __init__(self) -> None:
         self.a = self.b = nnx.BatchStat(jnp.zeros(()))
@@ -220,7 +220,7 @@ class Tied(nnx.Module):
         return x + self.a[...]
 
 
-def test_variables_in_two_places_stay_one() -> None:
+def test_variables_under_two_names_stay_shared() -> None:
     def fun(*args: Any, mask: jax.Array) -> jax.Array:
         model, x = (args[0]["m"], args[0]["x"]) if len(args) == 1 else args
         return model(x)
@@ -239,7 +239,7 @@ def test_a_model_in_a_dict_with_an_axis_is_named() -> None:
         bucketed(lambda d, mask: d["x"], axis=0)({"m": Tied(), "x": np.ones(3)})
 
 
-def test_keys_that_come_out_are_cut() -> None:
+def test_returned_keys_are_truncated() -> None:
     keys = bucketed(lambda x, mask: jax.random.split(jax.random.key(0), x.shape[0]), out_axes=0)(np.ones(3))
     assert keys.shape == (3,)
 

@@ -1,4 +1,4 @@
-"""JAX's persistent cache is of use, and says so. This file is also the script that processes run."""
+"""JAX's persistent cache is used, and its hits are reported. This file is also the script that processes run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def settings() -> list[Any]:
 
 
 def run(factor: float = 2.0) -> jax.Array:
-    """A program that JAX has to compile or find each time, since it is that of another function."""
+    """Run a new function, which JAX must compile or find in the cache each time."""
     return jax.jit(lambda x: jnp.sin(x) * factor)(X)
 
 
@@ -40,7 +40,7 @@ def entries(directory: Path) -> list[str]:
 
 
 def main(first: str, directory: str) -> None:
-    """Compile before there is a cache, and with another, and then with this."""
+    """Compile without a cache, then with another, then with the given one."""
     run()
     with enable_compile_cache(first):
         run()
@@ -57,7 +57,7 @@ def in_a_process(*directories: Path) -> list[Any]:
     return json.loads(done.stdout)
 
 
-def test_a_second_process_finds_all_programs_also_where_the_directory_was_moved(tmp_path):
+def test_a_second_process_finds_all_programs_even_in_a_moved_directory(tmp_path):
     hits, misses, first = in_a_process(tmp_path / "other", tmp_path / "cache")
     assert (hits, misses) == (0, 2)
     shutil.move(tmp_path / "cache", tmp_path / "moved")
@@ -79,7 +79,7 @@ def test_hits_and_misses_are_counted(tmp_path):
     assert repr(cache) == f"CompileCache({str(tmp_path)!r}, hits=1, misses=2)"
 
 
-def test_what_has_a_callback_calls_its_own_kept_or_not(tmp_path):
+def test_a_program_with_a_callback_calls_its_own(tmp_path):
     with enable_compile_cache(tmp_path) as cache:
         for fun in (np.sin, np.cos):
             np.testing.assert_allclose(jax.jit(lambda x, fun=fun: jax.pure_callback(fun, x, x))(X), fun(X), rtol=1e-6)
@@ -87,7 +87,7 @@ def test_what_has_a_callback_calls_its_own_kept_or_not(tmp_path):
     assert (cache.hits, cache.misses, len(entries(tmp_path))) == ((1, 1, 1) if kept else (0, 2, 0))
 
 
-def test_the_settings_are_set_and_set_back(tmp_path):
+def test_the_settings_are_set_and_restored(tmp_path):
     before = settings()
     cache = enable_compile_cache(tmp_path)
     assert settings() == [True, str(tmp_path), 0.0, -1, "none"]
@@ -100,7 +100,7 @@ def test_the_settings_are_set_and_set_back(tmp_path):
     assert settings() == before
 
 
-def test_only_what_went_to_its_own_directory_is_counted(tmp_path):
+def test_only_programs_in_its_own_directory_are_counted(tmp_path):
     with enable_compile_cache(tmp_path / "a") as outer:
         run()
         with enable_compile_cache(tmp_path / "b") as inner:
@@ -111,14 +111,14 @@ def test_only_what_went_to_its_own_directory_is_counted(tmp_path):
     assert len(entries(tmp_path / "a")) == len(entries(tmp_path / "b")) == 1
 
 
-def test_twice_is_as_once(tmp_path):
+def test_enabling_twice_equals_once(tmp_path):
     with enable_compile_cache(tmp_path) as outer, enable_compile_cache(tmp_path) as inner:
         run()
         run()
     assert [(x.hits, x.misses) for x in (outer, inner)] == [(1, 1), (1, 1)]
 
 
-def test_the_one_that_is_not_in_use_is_not_disabled(tmp_path):
+def test_an_inactive_cache_cannot_be_disabled(tmp_path):
     before = settings()
     first = enable_compile_cache(tmp_path / "a")
     second = enable_compile_cache(tmp_path / "b")
@@ -130,7 +130,7 @@ def test_the_one_that_is_not_in_use_is_not_disabled(tmp_path):
     assert settings() == before
 
 
-def test_of_two_on_one_directory_the_first_is_not_disabled_first(tmp_path):
+def test_of_two_caches_on_one_directory_the_first_cannot_be_disabled_first(tmp_path):
     before = settings()
     first, second = enable_compile_cache(tmp_path), enable_compile_cache(tmp_path)
     with pytest.raises(ValueError, match="CompileCache.disable: the cache at '.*' was set later; disable"):
@@ -146,7 +146,7 @@ def test_of_two_on_one_directory_the_first_is_not_disabled_first(tmp_path):
 
 
 @pytest.mark.filterwarnings("default:Error reading persistent compilation cache entry")
-def test_a_damaged_entry_is_warned_of_and_compiled(tmp_path):
+def test_a_damaged_entry_warns_and_is_compiled(tmp_path):
     with enable_compile_cache(tmp_path) as cache:
         wanted = run()
         (path,) = tmp_path.glob("jit_*-cache")
@@ -161,14 +161,14 @@ def test_a_damaged_entry_is_warned_of_and_compiled(tmp_path):
         assert (cache.hits, cache.misses) == (1, 4)
 
 
-def test_what_aot_writes_is_whole_whatever_is_in_the_cache(tmp_path):
+def test_files_of_aot_are_complete_with_any_cache(tmp_path):
     with enable_compile_cache(tmp_path / "cache") as cache:
         for directory in ("a", "a", "b", "b"):
             np.testing.assert_array_equal(aot(lambda x: 2.0 * x, tmp_path / directory, key="1")(X), 2 * X)
     assert cache.hits == 0
 
 
-def test_the_directory_is_made_where_it_was_named(tmp_path, monkeypatch):
+def test_a_relative_directory_is_resolved_when_enabled(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     with enable_compile_cache("some/where") as cache:
@@ -180,7 +180,7 @@ def test_the_directory_is_made_where_it_was_named(tmp_path, monkeypatch):
         assert cache.directory == tmp_path / "home" / "cache"
 
 
-def test_what_is_no_directory_to_write_to_is_refused(tmp_path, monkeypatch):
+def test_unwritable_directories_are_refused(tmp_path, monkeypatch):
     before = settings()
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(FileExistsError, match="File exists: '.*file'"):

@@ -1,4 +1,4 @@
-"""An order between what shares nothing, in the compiled program."""
+"""Order between computations that share no data, in the compiled program."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,7 @@ def test_one_alone_drops_the_other() -> None:
     assert "exponential" not in text
 
 
-def test_values_before_are_not_merged_with_values_behind() -> None:
+def test_values_before_and_after_are_not_merged() -> None:
     def twice(x: jax.Array, hold: bool) -> jax.Array:
         y = jnp.sin(x)
         x, y = depend(x, y) if hold else (x, y)

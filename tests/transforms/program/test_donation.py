@@ -1,4 +1,4 @@
-"""What is donated is reused, or named."""
+"""Donated buffers are reused, or reported by name."""
 
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ def f32(*shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def test_what_is_reused_passes_and_nothing_is_donated() -> None:
+def test_reused_arguments_pass_and_nothing_is_donated() -> None:
     state = {"w": jnp.ones((3, 5)), "b": jnp.ones(5)}
     step = jax.jit(lambda state, x: jax.tree.map(lambda p: p - x.sum(), state), donate_argnums=0)
     assert_donated(step, state, jnp.ones(7))
@@ -38,7 +38,7 @@ def test_the_memory_analysis_agrees() -> None:
     assert compiled.memory_analysis().alias_size_in_bytes == 4 * 64 * 3
 
 
-def test_what_is_not_reused_is_named() -> None:
+def test_arguments_that_are_not_reused_are_named() -> None:
     shrinking = jax.jit(lambda state, x: state["w"][:2] + x.sum(), donate_argnums=0)
     match = r"`state\['w'\]`, an array of shape \(3, 5\) and dtype float32 \(no result has its shape and dtype, or one"
     with pytest.raises(AssertionError, match=match):
@@ -51,13 +51,13 @@ def test_another_dtype_is_not_reused() -> None:
         assert_donated(half, f32(5))
 
 
-def test_of_two_for_one_result_one_is_named() -> None:
+def test_of_two_arguments_for_one_result_one_is_named() -> None:
     both = jax.jit(lambda x, y: x + y, donate_argnums=(0, 1))
     with pytest.raises(AssertionError, match="does not reuse `y`, an array of shape [^`]*$"):
         assert_donated(both, f32(5), f32(5))
 
 
-def test_what_is_not_used_is_named_and_others_keep_their_names() -> None:
+def test_unused_arguments_are_named_and_others_keep_their_names() -> None:
     @partial(jax.jit, donate_argnames=("unused", "x"), static_argnames="n")
     def fun(unused: jax.Array, n: int, x: jax.Array, *more: jax.Array) -> jax.Array:
         return x * n + more[0].sum()
@@ -74,7 +74,7 @@ def test_all_that_are_not_reused_are_listed() -> None:
         assert_donated(total, f32(5), f32(4), f32(3))
 
 
-def test_names_may_have_any_letters() -> None:
+def test_names_may_have_any_characters() -> None:
     names = ["it's", 'q"q', "ü", "a b"]
     step = jax.jit(lambda state: {name: x + 1.0 for name, x in state.items()}, donate_argnums=0)
     assert_donated(step, {name: f32(3 + i) for i, name in enumerate(names)})
@@ -105,7 +105,7 @@ def test_parts_of_modules_are_named() -> None:
         assert_donated(step, nnx.Linear(3, 2, rngs=nnx.Rngs(0)), f32(4, 3))
 
 
-def test_what_donates_nothing_is_refused() -> None:
+def test_functions_without_donation_are_refused() -> None:
     with pytest.raises(ValueError, match="assert_donated: fun donates nothing; name the arguments"):
         assert_donated(jax.jit(jnp.sin), f32(3))
     with pytest.raises(

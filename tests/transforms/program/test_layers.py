@@ -1,4 +1,4 @@
-"""Layers stored as one and scanned, against the loop over them."""
+"""Stacked and scanned layers, against a loop over the layers."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ def normal(*shape: int, seed: int = 0) -> jax.Array:
 
 
 class Block(nnx.Module):
-    """A residual block; with statistics and dropout if asked."""
+    """A residual block; optionally with statistics and dropout."""
 
     def __init__(self, width: int, rngs: nnx.Rngs, *, noisy: bool = False, act: Any = nnx.tanh) -> None:
         self.norm = nnx.BatchNorm(width, rngs=rngs) if noisy else nnx.LayerNorm(width, rngs=rngs)
@@ -35,7 +35,7 @@ class Block(nnx.Module):
 
 
 class Net(nnx.Module):
-    """The same network with its blocks in a loop or in a scan."""
+    """A network with its blocks in a loop or in a scan."""
 
     def __init__(self, rngs: nnx.Rngs, *, scanned: bool, depth: int = 5, **options: Any) -> None:
         self.first = nnx.Linear(3, 4, rngs=rngs)
@@ -64,7 +64,7 @@ BATCH = normal(6, 3), normal(6, 4, seed=1)
 
 
 def as_looped(tree: Any) -> dict[str, np.ndarray]:
-    """Arrays by their paths, those of a stack as those of its layers."""
+    """Return arrays by path, with those of a stack split into its layers."""
     found: dict[str, np.ndarray] = {}
     for path, value in nnx.to_flat_state(tree):
         name = ".".join(map(str, path))
@@ -84,7 +84,7 @@ def assert_close(ours: Any, theirs: Any, atol: float = 2e-6) -> None:
 
 @pytest.fixture(scope="module")
 def of_the_loop() -> Any:
-    """Its value and gradient."""
+    """Return the value and gradient of the looped network."""
     return jax.jit(value_and_grad(loss))(both()[1], *BATCH)
 
 
@@ -128,7 +128,7 @@ def test_each_layer_is_traced_once() -> None:
     assert len(calls) == 1
 
 
-def test_statistics_and_dropout_keys_are_each_layers_own() -> None:
+def test_statistics_and_dropout_keys_are_separate_for_each_layer() -> None:
     layers = [Block(4, nnx.Rngs(i), noisy=True) for i in range(3)]
     stack, x = stack_layers(layers), normal(6, 4)
     for _ in range(2):
@@ -150,7 +150,7 @@ def test_statistics_and_dropout_keys_are_each_layers_own() -> None:
     assert np.asarray(stack.layer.drop.rngs.count[...]).tolist() == [2, 2, 2]
 
 
-def test_statistics_move_through_a_gradient_and_stay_in_evaluation() -> None:
+def test_statistics_are_updated_under_grad_and_fixed_in_evaluation() -> None:
     stack, x = stack_layers([Block(4, nnx.Rngs(i), noisy=True) for i in range(3)]), normal(6, 4)
     before = np.asarray(stack.layer.norm.mean[...])
     value_and_grad(lambda stack: scan_layers(stack, x)[0].sum())(stack)
@@ -162,7 +162,7 @@ def test_statistics_move_through_a_gradient_and_stay_in_evaluation() -> None:
     assert (view.layer.norm.mean[...] == after).all()
 
 
-def test_a_mask_is_shared_and_a_cache_goes_in_and_out() -> None:
+def test_a_mask_is_shared_and_a_cache_is_scanned() -> None:
     class Attend(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
             self.key, self.query = nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs)
@@ -197,7 +197,7 @@ def test_a_pair_may_be_a_carry() -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_dtypes_stay(dtype: Any) -> None:
+def test_dtypes_are_kept(dtype: Any) -> None:
     layers = [nnx.Linear(4, 4, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(i)) for i in range(3)]
     expected = x = normal(2, 4).astype(dtype)
     for layer in layers:
@@ -207,7 +207,7 @@ def test_dtypes_stay(dtype: Any) -> None:
     np.testing.assert_allclose(y.astype(np.float32), expected.astype(np.float32), rtol=4 * float(jnp.finfo(dtype).eps))
 
 
-def test_unstacked_layers_are_those_that_were_stacked_and_copies() -> None:
+def test_unstacked_layers_equal_the_originals_and_are_copies() -> None:
     layers = [Block(4, nnx.Rngs(i)) for i in range(3)]
     stack = stack_layers(layers)
     again = stack.unstack()
@@ -221,7 +221,7 @@ def test_unstacked_layers_are_those_that_were_stacked_and_copies() -> None:
     assert (np.abs(stack.layer.dense.kernel[...]).max((1, 2)) > 0).all()
 
 
-def test_layers_alone_a_stack_of_one_and_layers_without_arrays() -> None:
+def test_single_layers_stacks_of_one_and_layers_without_arrays() -> None:
     one = Block(4, nnx.Rngs(0))
     x = normal(2, 4)
     np.testing.assert_allclose(scan_layers(stack_layers([one]), x)[0], one(x), rtol=1e-6)
@@ -233,7 +233,7 @@ def test_layers_alone_a_stack_of_one_and_layers_without_arrays() -> None:
     assert scan_layers(stack_layers([Double(), Double(), Double()]), jnp.ones(2))[0].tolist() == [8.0, 8.0]
 
 
-def test_stacks_of_stacks_and_blocks_that_compute_themselves_again() -> None:
+def test_stacks_of_stacks_and_rematerialized_blocks() -> None:
     class Group(nnx.Module):
         def __init__(self, seed: int) -> None:
             self.blocks = stack_layers([Block(4, nnx.Rngs(seed + i), noisy=True) for i in range(2)])
@@ -264,7 +264,7 @@ def test_a_frozen_kernel_needs_no_gradient_work() -> None:
         return analysis["flops"]
 
     saved = flops(nnx.Param) - flops(nnx.All(nnx.Param, nnx.Not(nnx.PathContains("kernel"))))
-    assert saved >= 2 * 6 * 3 * 4 + 2 * (2 * 6 * 4 * 4)  # the products that give the kernels' gradients
+    assert saved >= 2 * 6 * 3 * 4 + 2 * (2 * 6 * 4 * 4)  # the products for the kernels' gradients
 
 
 # Transforms of a scan.
@@ -327,7 +327,7 @@ def test_a_profile_names_the_parts_of_a_layer() -> None:
     (scanned, _), x = both(), normal(64, 3)
     for taken in (profile(scanned, x, mode="eager"), profile(lambda m, x: m(x), scanned, x, mode="eager")):
         assert "blocks/layer/dense" in taken.table(by="scope")
-    # Each layer is a new object in the scan, and a function's own variables are not searched: the path begins there.
+    # The scan makes a new object for each layer, and closures are not searched: the path starts at the layer.
     assert "dense" in profile(lambda x: scanned(x), x, mode="eager").table(by="scope")
 
 
@@ -383,7 +383,7 @@ class NoLayer:
         ([NoLayer()], TypeError, "layer 0 is .*NoLayer.*, not an NNX module; use jax.lax.scan"),
     ],
 )
-def test_what_is_no_list_of_layers_is_refused(layers: Any, error: type[Exception], message: str) -> None:
+def test_invalid_lists_of_layers_are_refused(layers: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^stack_layers: {message}"):
         stack_layers(layers)
 
@@ -418,7 +418,7 @@ def test_a_layer_that_was_changed_after_it_was_made_is_named() -> None:
         stack_layers(blocks)
 
 
-def test_a_stack_that_was_changed_after_it_was_made_is_named() -> None:
+def test_a_modified_stack_is_named() -> None:
     stack = stack_layers([Block(4, nnx.Rngs(i)) for i in range(3)])
     stack.layer.dense.kernel = nnx.Param(jnp.ones((4, 4)))
     message = r"^Stack: `layer.dense.kernel` has shape \(4, 4\), but axis 0 must be its 3 layers; stack the layers"
@@ -448,7 +448,7 @@ def test_layers_that_share_variables_are_refused() -> None:
 
 
 class Any_(nnx.Module):
-    """Returns what it is told to."""
+    """A module whose call returns the result of a given function."""
 
     def __init__(self, fun: Any) -> None:
         self.fun = fun
@@ -477,12 +477,12 @@ def remember(module: Any, x: Any) -> Any:
         (remember, ValueError, r"fun changes the structure of Any_ \(`seen"),
     ],
 )
-def test_what_a_layer_may_not_do_is_refused(fun: Any, error: type[Exception], message: str) -> None:
+def test_unsupported_layers_are_refused(fun: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^scan_layers: .*{message}"):
         scan_layers(stack_layers([Any_(fun), Any_(fun)]), jnp.ones(3))
 
 
-def test_streams_cannot_be_shared_but_keys_are_handed_over() -> None:
+def test_streams_cannot_be_shared_but_keys_can_be_passed() -> None:
     class Noisy(nnx.Module):
         def __init__(self) -> None:
             self.w = nnx.Param(jnp.ones(3))
@@ -508,7 +508,7 @@ def test_models_are_neither_carried_nor_sliced() -> None:
         scan_layers(stack, x, xs={"a": nnx.Linear(2, 3, rngs=nnx.Rngs(0))})
 
 
-def test_a_named_tuple_is_no_pair() -> None:
+def test_a_named_tuple_is_not_a_pair() -> None:
     class Both(NamedTuple):
         x: Any
         y: Any

@@ -1,4 +1,4 @@
-"""Transposes and copies that are left in compiled programs."""
+"""Transposes and copies that remain in compiled programs."""
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,12 @@ def test_a_transpose_counts_once_with_what_it_moves() -> None:
     assert found["bytes"] == 2 * 4 * 3 * 5
 
 
-def test_what_moves_nothing_counts_nothing() -> None:
+def test_transposes_without_copies_do_not_count() -> None:
     assert count_layout_ops(lambda x: x * 2.0, jnp.ones((3, 5))) == {"transpose": 0, "copy": 0, "bytes": 0}
     assert count_layout_ops(lambda x: x.T.T + 1.0, jnp.ones((3, 5)))["transpose"] == 0
 
 
-def test_inside_a_scan_each_turn_counts() -> None:
+def test_each_iteration_of_a_scan_counts() -> None:
     def turns(x: jax.Array, n: int) -> jax.Array:
         return lax.scan(lambda x, _: (jnp.sin(x).T, None), x, None, length=n)[0]
 
@@ -41,6 +41,6 @@ def test_channels_last_needs_no_transposes_on_a_cpu() -> None:
     assert last["transpose"] == 0 < first["transpose"]
 
 
-def test_what_cannot_be_called_is_refused() -> None:
+def test_non_callables_are_refused() -> None:
     with pytest.raises(TypeError, match="count_layout_ops: fun must be a function"):
         count_layout_ops(3)

@@ -1,4 +1,4 @@
-"""The mean of the largest, against a sorted list."""
+"""The mean of the largest values, against a sorted list."""
 
 import math
 from fractions import Fraction
@@ -26,14 +26,14 @@ def of_list(x: Any, mask: Any, fraction: float) -> float:
     st.lists(st.tuples(st.sampled_from([-2.0, -0.5, 0.0, 1.0, 1.5, 3.0]), st.booleans()), max_size=12),
     st.sampled_from([0.1, 0.29, 0.3, 0.5, 0.7, 0.9, 1, 1.0, 0.123456789]),
 )
-def test_it_is_that_of_a_sorted_list_ties_too(values: Any, fraction: float) -> None:
+def test_it_equals_a_sorted_list_including_ties(values: Any, fraction: float) -> None:
     x, mask = (np.array([pair[i] for pair in values], (np.float32, bool)[i]) for i in (0, 1))
     np.testing.assert_allclose(masked_topk_mean(x, mask, fraction), of_list(x, mask, fraction), rtol=1e-6, atol=1e-6)
 
 
-def test_ties_at_the_edge_count_exactly() -> None:
+def test_ties_at_the_threshold_count_exactly() -> None:
     x = jnp.array([5.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
-    assert float(masked_topk_mean(x, jnp.ones(10, bool), 0.2)) == 3.0  # a threshold would take all: 1.4
+    assert float(masked_topk_mean(x, jnp.ones(10, bool), 0.2)) == 3.0  # a threshold would include all: 1.4
 
 
 @pytest.mark.parametrize("shape", [(7,), (2, 5), (), (0,), (3, 1, 2)])
@@ -58,18 +58,18 @@ def test_the_number_is_exact_for_every_count() -> None:
         fraction = Fraction(text)
         expected = [math.floor(fraction * int(n)) for n in counts]
         assert _floor_of(fraction, jnp.asarray(counts, jnp.int32), 10_000).tolist() == expected
-    # Numbers that no array of a test can have: 0.7 of 2e9 overflows unless the product is taken in parts.
+    # Larger than any array of a test: 0.7 of 2e9 overflows unless the product is split.
     assert int(_floor_of(Fraction("0.7"), jnp.int32(2_000_000_009), 2**31 - 1)) == 1_400_000_006
 
 
-def test_gradients_go_to_those_that_are_taken() -> None:
+def test_gradients_go_to_the_selected_values() -> None:
     x, mask = jnp.array([1.0, 5.0, 3.0, 9.0, 3.0]), jnp.array([True, True, True, False, True])
     slope = jax.grad(masked_topk_mean)(x, mask, 0.5)
     assert slope.tolist() == [0.0, 0.5, 0.5, 0.0, 0.0]
     np.testing.assert_allclose(jax.vmap(lambda x: masked_topk_mean(x, mask, 0.5))(jnp.stack([x, -x])), [4.0, -2.0])
 
 
-def test_what_is_not_selected_may_be_anything() -> None:
+def test_unselected_values_may_be_anything() -> None:
     x, mask = jnp.array([jnp.nan, 2.0, jnp.inf, 1.0]), jnp.array([False, True, False, True])
     value, slope = jax.value_and_grad(masked_topk_mean)(x, mask, 0.5)
     assert (float(value), slope.tolist()) == (2.0, [0.0, 1.0, 0.0, 0.0])

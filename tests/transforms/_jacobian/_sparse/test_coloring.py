@@ -1,4 +1,4 @@
-"""Products and where to read them, against matrices of the pattern."""
+"""Colorings: entries recovered from compressed products, against the matrices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def pattern_of(matrix: np.ndarray[tuple[int, int], Any]) -> Pattern:
 
 
 def entries_read(coloring: Any, pattern: Pattern, matrix: np.ndarray) -> np.ndarray:
-    """What all entries are read as: from products with sums of columns or of rows, or from those of one kind."""
+    """Recover all entries from sums of columns, of rows, or of both."""
     pushed = np.stack([matrix[:, coloring.columns == k].sum(1) for k in range(coloring.counts[0])] or [np.zeros(0)])
     pulled = np.stack([matrix[coloring.rows == k].sum(0) for k in range(coloring.counts[1])] or [np.zeros(0)])
     by_row, by_column = (
@@ -39,7 +39,7 @@ def entries_read(coloring: Any, pattern: Pattern, matrix: np.ndarray) -> np.ndar
 
 @st.composite
 def matrices(draw: Any, square: bool = False) -> np.ndarray:
-    """Sparse ones, some with full rows or columns."""
+    """Draw sparse matrices, some with full rows or columns."""
     m = draw(st.integers(0, 12))
     n = m if square else draw(st.integers(0, 12))
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -51,7 +51,7 @@ def matrices(draw: Any, square: bool = False) -> np.ndarray:
 
 
 @given(matrices(), st.sampled_from(MODES))
-def test_every_entry_is_read_alone(matrix: np.ndarray, modes: tuple[str, ...]) -> None:
+def test_every_entry_is_recovered(matrix: np.ndarray, modes: tuple[str, ...]) -> None:
     pattern = pattern_of(matrix)
     coloring = coloring_of("test", pattern, modes)
     np.testing.assert_array_equal(entries_read(coloring, pattern, matrix), matrix[pattern.rows, pattern.cols])
@@ -60,7 +60,7 @@ def test_every_entry_is_read_alone(matrix: np.ndarray, modes: tuple[str, ...]) -
 
 
 @given(matrices(square=True), st.sampled_from(("forward", "reverse")), st.booleans())
-def test_every_entry_of_a_symmetric_matrix_is_read_alone(matrix: np.ndarray, mode: str, half: bool) -> None:
+def test_every_entry_of_a_symmetric_matrix_is_recovered(matrix: np.ndarray, mode: str, half: bool) -> None:
     pattern = pattern_of(np.triu(matrix) if half else matrix + matrix.T)
     whole = np.triu(matrix) + np.triu(matrix).T if half else matrix + matrix.T
     coloring = symmetric_coloring_of("test", pattern, mode)
@@ -92,7 +92,7 @@ def arrow(size: int, width: int = 1) -> np.ndarray:
         (np.zeros((0, 4)), ("reverse",), (0, 0)),
     ],
 )
-def test_how_many_products_known_patterns_take(
+def test_the_number_of_products_for_known_patterns(
     matrix: np.ndarray, modes: tuple[str, ...], counts: tuple[int, int]
 ) -> None:
     assert coloring_of("test", pattern_of(matrix), modes).counts == counts

@@ -1,4 +1,4 @@
-"""Patterns that are found against dense Jacobians: no entry may be missing, whatever the program does."""
+"""Detected patterns against dense Jacobians: no entry may be missing for any program."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def pooled(x: Any, how: Any = lax.add, start: Any = 0.0, strides: Any = (1, 1, 1
     return lax.reduce_window(image(x), start, how, (1, 2, 2, 1), strides, "SAME")
 
 
-# With how many entries are found, where the fewest are.
+# With the number of detected entries where it is minimal.
 PROGRAMS: dict[str, tuple[Any, int | None]] = {
-    # The same compiled function with constants, and with what is not known.
+    # The same compiled function with constant and with unknown values.
     "masks": (lambda x: jnp.where(MASK, x, 0.0) + jnp.where(x > 0, x, 0.0), 6),
     "masks the other way": (lambda x: jnp.where(x > 0, x, 0.0) + jnp.where(MASK, x, 0.0), 6),
     "upwind": (lambda x: jnp.where(ROW == 0, x, jnp.roll(x, 1)) - jnp.where(x > 0, x, jnp.roll(x, -1)), None),
@@ -67,7 +67,7 @@ PROGRAMS: dict[str, tuple[Any, int | None]] = {
     "slices": (lambda x: pick(x, 0) + pick(x, jnp.argsort(x)[0]), 12),
     "factors": (lambda x: scaled(x, MASK.astype(np.float32)) + scaled(x, jnp.cos(x)), 6),
     "only a mask": (lambda x: jnp.where(MASK, x, 0.0) * MASK, 3),
-    # Indices beyond the ends, which JAX clamps, drops, or fills.
+    # Out-of-range indices, which JAX clamps, drops, or fills.
     "slice beyond": (lambda x: lax.dynamic_slice(x, (5,), (3,)) ** 2, 3),
     "slice before": (lambda x: lax.dynamic_slice(x, (-20,), (3,)) ** 2, 3),
     **{
@@ -81,7 +81,7 @@ PROGRAMS: dict[str, tuple[Any, int | None]] = {
         )
         for start, entries in ((-12, 3), (-8, 3), (-7, 3), (-4, 4), (-1, 5))
     },
-    # The operation itself counts no start from the end.
+    # The primitive itself does not count negative starts from the end.
     **{
         f"slice by the operation at {start}": (
             lambda x, start=start: lax.dynamic_slice_p.bind(x, np.int32(start), slice_sizes=(2,)) ** 2,
@@ -107,7 +107,7 @@ PROGRAMS: dict[str, tuple[Any, int | None]] = {
         None,
     ),
     "sliding windows": (lambda x: jax.vmap(lambda i: lax.dynamic_slice(x, (i,), (3,)))(jnp.arange(6)) ** 2, 18),
-    # Constants, of which JAX says what they are.
+    # Constants that JAX evaluates.
     "permuted": (lambda x: jax.random.permutation(jax.random.key(0), x) ** 2, 6),
     "chosen": (lambda x: jax.random.choice(jax.random.key(0), x, (3,), replace=False) ** 2, 3),
     "sorted by constants": (lambda x: lax.sort_key_val(jnp.array([3, 1, 2, 1, 1, 0]), x)[1] ** 2, 6),
@@ -221,13 +221,13 @@ TRIANGLE = np.tri(6, dtype=np.float32) + 3 * np.eye(6, dtype=np.float32)
 BCOO = sparse.BCOO.fromdense(BANDS)
 BCSR = sparse.BCSR.fromdense(BANDS)
 PLACES = np.array([[0, 1], [1, 2], [0, 3], [2, 2], [2, 0], [1, 1]])
-# Beyond both ends, and of two axes.
+# Out of range at both ends, and on two axes.
 BEYOND = np.array([-9, 2, 7, -1, 3])
 PAIRS = np.array([[0, 2], [1, -5], [9, 0], [-1, 1]])
 
 
 def put(how: str, mode: str, unknown: bool) -> Any:
-    """Numbers put at places beyond the ends too, of which the last is unknown."""
+    """Return a function that scatters at indices, some out of range, with the last one unknown if `unknown`."""
 
     def fun(x: Any) -> Any:
         where = jnp.append(BEYOND, jnp.argmax(x) - 3) if unknown else BEYOND
@@ -270,7 +270,7 @@ def straight(x: Any) -> Any:
 straight.defjvp(lambda x, t: (straight(*x), t[0] + 0.5 * jnp.roll(t[0], 1)))
 
 
-# With how many entries are found for one cell, so that k cells have k times as many.
+# With the number of entries detected for one cell; k cells have k times as many.
 CELLS: dict[str, tuple[Any, int | None]] = {
     "solve": (lambda x: jnp.linalg.solve(matrix(x), x[:3]), 18),
     "solve with a constant": (lambda x: jnp.linalg.solve(TRIANGLE + 1, x), 36),
@@ -366,13 +366,13 @@ CELLS: dict[str, tuple[Any, int | None]] = {
         if (how in ("add", "set") or mode == "drop") and not (how == "multiply" and unknown)
     },
 }
-# What JAX does not take in the other mode.
+# Programs that JAX cannot differentiate in the other mode.
 FORWARD = {"until", "while"}
 REVERSE = {"rule backwards", "with a rule backwards", "through a reference"}
 
 
 def pattern(fun: Any, x: Any, mode: str) -> np.ndarray:
-    """Where entries are found, without a warning."""
+    """Return the detected pattern; warnings are errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = found_pattern("jacobian", Call("jacobian", fun, (0,), False, (jnp.asarray(x),), {}), mode)
@@ -382,7 +382,7 @@ def pattern(fun: Any, x: Any, mode: str) -> np.ndarray:
 
 
 def check_cells(fun: Any, mode: str) -> np.ndarray:
-    """No entry is missing, and several cells have no more entries than one has; the pattern of one."""
+    """Assert that no entry is missing and that mapped cells add no entries; return the pattern of one cell."""
     transform = jax.jit((jax.jacfwd if mode == "forward" else jax.jacrev)(fun))
     cells = np.stack([X, X[::-1] + 0.25, X * 0.5])
     one, several = pattern(fun, X, mode), pattern(jax.vmap(fun), cells, mode)
@@ -392,7 +392,7 @@ def check_cells(fun: Any, mode: str) -> np.ndarray:
         expected = np.asarray(transform(cell)).reshape(one.shape)
         scale = 1e-6 * (1 + np.abs(np.nan_to_num(expected)).max(initial=0))
         own = several[rows * i : rows * (i + 1), columns * i : columns * (i + 1)]
-        # Where something else is infinite, zeros times it are not numbers.
+        # Zeros times infinities elsewhere are NaN.
         np.testing.assert_allclose(np.where((one & own) | ~np.isfinite(expected), 0, expected), 0, atol=scale)
     return one
 
@@ -416,9 +416,9 @@ def test_no_entry_is_missing(name: str) -> None:
         np.testing.assert_allclose(found.todense(), expected, rtol=2e-5, atol=2e-5)
         assert found.nse >= np.count_nonzero(expected)
         assert fewest in (None, found.nse)
-        if name == "until":  # which JAX does not take in reverse mode
+        if name == "until":  # JAX has no reverse mode for it
             return
-        # Entries are read alike in both modes; here only where they are.
+        # Both modes read entries alike; only their positions are tested here.
         pattern = found_pattern("jacobian", Call("jacobian", fun, (0,), False, (jnp.asarray(X),), {}), "reverse")
         assert pattern.shape == (expected.size // 6, 6)
         beside = expected.reshape(pattern.shape).copy()
@@ -427,7 +427,7 @@ def test_no_entry_is_missing(name: str) -> None:
 
 
 def tail(out: Any, x: Any) -> Any:
-    """Six numbers of a result, apart, so that none are equally large."""
+    """Return six values of a result, offset so that no two are equal."""
     return jnp.concatenate([jnp.tanh(out.ravel().astype(np.float32)), x])[:6] + 0.01 * jnp.cos(ROW)
 
 
@@ -456,7 +456,7 @@ def with_a_rule_backwards(fun: Any) -> Any:
     return ruled
 
 
-# From a step to another one that is made of it.
+# Wrappers from one step to another.
 WRAPS: dict[str, Any] = {
     "itself": lambda fun: fun,
     "compiled": jax.jit,
@@ -479,7 +479,7 @@ WRAPS: dict[str, Any] = {
 STEPS = {name: fun for name, (fun, _) in (*PROGRAMS.items(), *CELLS.items())}
 
 
-@settings(max_examples=5 if settings().max_examples < 100 else 5000, deadline=None)  # by `make fuzz`
+@settings(max_examples=5 if settings().max_examples < 100 else 5000, deadline=None)  # more under `make fuzz`
 @given(
     st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.sampled_from(sorted(WRAPS))), min_size=1, max_size=3),
     st.sampled_from(["forward", "reverse"]),
@@ -491,7 +491,7 @@ def test_programs_of_programs(steps: list[tuple[str, str]], mode: str) -> None:
         assume(not only & FORWARD)
     elif only & FORWARD:
         mode = "forward"
-    # Of these a step is differentiated the other way inside.
+    # These differentiate a step in the other mode inside.
     assume(not any(name in FORWARD and wrap in ("gradient", "with a rule backwards") for name, wrap in steps))
     assume(not any(name in REVERSE and wrap == "with a rule" for name, wrap in steps))
 
@@ -505,9 +505,9 @@ def test_programs_of_programs(steps: list[tuple[str, str]], mode: str) -> None:
 
     try:
         check_cells(fun, mode)
-    except NotImplementedError:  # such as a mapped branch within a rule, backwards
+    except NotImplementedError:  # such as a mapped branch within a custom backward rule
         transform = jax.jacfwd if mode == "forward" else jax.jacrev
-        with pytest.raises(NotImplementedError):  # by JAX itself
+        with pytest.raises(NotImplementedError):  # in JAX itself
             jax.eval_shape(transform(jax.vmap(fun)), np.stack([X, X]))
     except UnknownPattern:
         if "through a reference" not in only:
@@ -541,7 +541,7 @@ def totals(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("fun", [written_by_a_call, written_in_a_loop, totals])
-def test_what_is_written_to_a_reference_may_depend_on_everything(fun: Any) -> None:
+def test_writes_to_a_reference_may_depend_on_everything(fun: Any) -> None:
     with pytest.warns(UserWarning, match="may write values that depend on the inputs to a `jax.Ref`"):
         found = jax.jit(jacobian(fun, mode="reverse", sparsity="auto"))(X)
     expected = jax.jacrev(fun)(X)
@@ -550,7 +550,7 @@ def test_what_is_written_to_a_reference_may_depend_on_everything(fun: Any) -> No
 
 
 @pytest.mark.parametrize("draws", [1, 2])
-def test_numbers_that_differ_each_time_are_unknown(draws: int) -> None:
+def test_values_that_differ_between_runs_are_unknown(draws: int) -> None:
     def fun(x: Any) -> Any:
         def add(total: Any, _: None) -> Any:
             return total + lax.rng_uniform(0.0, 1.0, (6,)), None
@@ -564,7 +564,7 @@ def test_numbers_that_differ_each_time_are_unknown(draws: int) -> None:
 @pytest.mark.parametrize(
     ("name", "entries"), [("sums along", 18), ("banded", 36), ("convolution of groups of a batch", None)]
 )
-def test_sums_of_too_many_pairs_go_over_all_along_their_axes(
+def test_sums_over_too_many_pairs_cover_their_whole_axes(
     name: str, entries: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fun = PROGRAMS[name][0]
@@ -575,13 +575,13 @@ def test_sums_of_too_many_pairs_go_over_all_along_their_axes(
 
 
 def halved(t: Any) -> Any:
-    """Rounded by its bits, as half of them."""
+    """Round to half the bits through a bit cast."""
     bits = lax.bitcast_convert_type(t, np.uint32)
     return lax.bitcast_convert_type((bits + 0x8000) & np.uint32(0xFFFF0000), np.float32)
 
 
 def fixed(t: Any) -> Any:
-    """In steps of 1/1024."""
+    """Round to multiples of 1/1024."""
     return (t * 1024).astype(int).astype(np.float32) / 1024
 
 
@@ -590,14 +590,14 @@ def in_bytes(t: Any) -> Any:
 
 
 def guarded(t: Any) -> Any:
-    """None of it where some is not finite, which makes no entry."""
+    """Return zeros if any value is not finite; the check adds no entries."""
     return jnp.where(jnp.isfinite(t).all(), t, 0.0)
 
 
 @pytest.mark.parametrize(("rule", "entries"), [(halved, 6), (fixed, 6), (in_bytes, 6), (guarded, 6)])
 @pytest.mark.parametrize("mode", ["forward", "reverse"])
-def test_tangents_in_whole_numbers_and_truth_values(mode: str, rule: Any, entries: int) -> None:
-    """In a derivative that a user wrote, where JAX gives integers none."""
+def test_integer_and_boolean_tangents(mode: str, rule: Any, entries: int) -> None:
+    """Integer and boolean tangents in a custom derivative rule, where JAX has no tangent types for them."""
     fun: Any
     if mode == "forward":
         fun = jax.custom_jvp(jnp.sin)
@@ -622,14 +622,14 @@ def looked_up(t: Any) -> Any:
 odd.defjvp(lambda x, t: (x[0], looked_up(t[0])))
 
 
-def test_what_has_no_rule_depends_on_all_that_goes_in() -> None:
+def test_operations_without_a_rule_depend_on_all_inputs() -> None:
     with pytest.warns(UserWarning, match="the results of `pure_callback` are assumed to depend on all operands"):
         found = jacobian(lambda x: odd(x[:4]) + x[2:], sparsity="auto")(X)
     assert found.nse == 4 * 4 + 2
 
 
 def test_an_operation_of_another_library_mixes_everything() -> None:
-    """Though JAX maps it: that it goes along its last axis is told by no parameter."""
+    """Even though JAX can map it: no parameter shows that it acts along the last axis."""
     mirror = Primitive("mirror")
     mirror.def_abstract_eval(lambda x: x)
     mlir.register_lowering(mirror, mlir.lower_fun(lambda x: lax.rev(x, (x.ndim - 1,)), multiple_results=False))
@@ -643,7 +643,7 @@ def test_an_operation_of_another_library_mixes_everything() -> None:
 
 
 @pytest.mark.parametrize("mode", ["forward", "reverse"])
-def test_numbers_from_other_examples_of_a_map_around_are_not_followed(mode: str) -> None:
+def test_values_from_other_examples_of_an_outer_map_are_not_tracked(mode: str) -> None:
     fun = lambda x: x * lax.psum(x**2, "b")
     cells = np.stack([X, X[::-1] + 0.25])
     with pytest.warns(UserWarning, match="`psum` communicates between devices"):

@@ -1,4 +1,4 @@
-"""Patterns of programs on several devices: with explicit axes they are found; a `shard_map` mixes everything."""
+"""Patterns of programs on several devices: detected with explicit axes; a `shard_map` mixes everything."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def whole_rows(x: Any) -> Any:
 
 
 def by_keys_of_devices(x: Any) -> Any:
-    """The keys come from one program on all devices, and go into another."""
+    """Keys from one `shard_map` are passed to another."""
     split = lambda: jax.random.split(jax.random.fold_in(jax.random.key(0), lax.axis_index("i")), 1)
     keys = jax.shard_map(split, in_specs=(), out_specs=P("i"))()
     masked = lambda x, key: jnp.where(jax.random.uniform(key[0], (3,)) < 0.5, x, 0.0)
@@ -42,11 +42,11 @@ def by_keys_of_devices(x: Any) -> Any:
 
 
 def by_constants_of_devices(x: Any) -> Any:
-    """A program on all devices makes a mask, whose numbers count as unknown."""
+    """A `shard_map` makes a mask, whose values count as unknown."""
     return jnp.where(jax.shard_map(lambda: lax.axis_index("i")[None] > 0, in_specs=(), out_specs=P("i"))().any(), x, 0)
 
 
-# On each device: a function of its three numbers.
+# A function of three values on each device.
 LOCAL: dict[str, Any] = {
     "apart": lambda x: x * x[::-1] + lax.axis_index("i"),
     "only the first": lambda x: jnp.where(lax.axis_index("i") == 0, x, 0.0) ** 2,
@@ -66,13 +66,13 @@ LOCAL: dict[str, Any] = {
     "around in some branch": lambda x: lax.cond(
         lax.pmax(lax.stop_gradient(x[0]), "i") > 0, lambda x: lax.ppermute(x, "i", AROUND) ** 2, lambda x: x**2, x
     ),
-    "to some": lambda x: x + lax.ppermute(x, "i", [(0, 2)]) ** 2,
+    "to some devices": lambda x: x + lax.ppermute(x, "i", [(0, 2)]) ** 2,
     "all": lambda x: x * lax.all_gather(x, "i").sum(0),
     "all in a row": lambda x: x * lax.all_gather(x, "i", tiled=True)[:3],
     "sums": lambda x: lax.psum_scatter(jnp.append(x, x[0]), "i", tiled=True) ** 2,
     "exchanged": lambda x: lax.all_to_all(jnp.append(x, x[1]), "i", 0, 0, tiled=True) ** 2,
 }
-# The same on two axes, in the other order than the mesh has them.
+# On two axes, in another order than the mesh's.
 GRID: dict[str, Any] = {
     "around, by two axes": lambda x: x * lax.ppermute(x, ("b", "a"), [(0, 2), (2, 1)]),
     "moved, by two axes": lambda x: lax.ppermute(x, ("b", "a"), [(0, 2), (2, 1)]) ** 2,
@@ -93,7 +93,7 @@ WHOLE: dict[str, tuple[Any, int]] = {
 
 
 def warning_of(name: str) -> Any:
-    """A `shard_map` has no rule: all of its results depend on all operands."""
+    """Return a context that expects a warning: a `shard_map` has no rule, so all results depend on all operands."""
     return contextlib.nullcontext() if name in WHOLE else pytest.warns(UserWarning, match=MIXES)
 
 
@@ -140,14 +140,14 @@ def test_four_devices(name: str, outcomes: dict[str, str]) -> None:
 def failure_of(name: str) -> str:
     try:
         check(name)
-    except Exception:  # is told to the test, in another process
+    except Exception:  # reported to the test, in another process
         return traceback.format_exc()
     return ""
 
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 4)
-    if "jax_raise_on_ppermute_sort_diff" in jax.config.values:  # else jax 0.11 takes the mesh's order of axes only
+    if "jax_raise_on_ppermute_sort_diff" in jax.config.values:  # otherwise jax 0.11 takes axes only in the mesh's order
         jax.config.update("jax_raise_on_ppermute_sort_diff", False)
     warnings.simplefilter("error")
     Path("/dev/stdout").write_text(json.dumps({name: failure_of(name) for name in [*LOCAL, *GRID, *WHOLE]}))

@@ -1,4 +1,4 @@
-"""Sparse Jacobians and Hessians against the dense ones of JAX: patterns found and given, products of either mode."""
+"""Sparse Jacobians and Hessians against JAX's dense ones: detected and given patterns, products in either mode."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from plurax.transforms._jacobian._sparse import compressed, primitive_rules
 
 X = np.array([0.5, -1.0, 2.0, 0.3, 1.7, -0.6], np.float32)
 XS = np.sin(np.arange(42.0, dtype=np.float32)).reshape(7, 6)
-# So many that a few products are taken without asking XLA what it counts, which takes longer than anything else.
+# Large enough that a few products are chosen without XLA's cost analysis, which is slow.
 LONG = np.concatenate([X, np.cos(np.arange(10.0, dtype=np.float32))])
 LONGS = np.sin(np.arange(112.0, dtype=np.float32)).reshape(7, 16)
 K = np.arange(9.0, dtype=np.float32).reshape(3, 3, 1, 1)
@@ -36,7 +36,7 @@ def dense_of(tree: Any) -> Any:
 
 
 def assert_equals(sparse: Any, dense: Any, tolerance: float = 1e-5) -> None:
-    """Every array as `BCOO` of its shape and dtype, with entries in order and none twice."""
+    """Assert that each array is a `BCOO` of the dense shape and dtype, with sorted, unique entries."""
     for x in jax.tree.leaves(sparse, is_leaf=is_sparse):
         assert is_sparse(x)
         assert x.indices.dtype == jnp.int32
@@ -52,7 +52,7 @@ def assert_equals(sparse: Any, dense: Any, tolerance: float = 1e-5) -> None:
         np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
 
 
-def test_the_helper_sees_differences() -> None:
+def test_the_helper_detects_differences() -> None:
     with pytest.raises(AssertionError, match="tolerance"):
         assert_equals(BCOO.fromdense(jnp.ones(2)), 1.01 * jnp.ones(2))
     with pytest.raises(AssertionError):
@@ -107,12 +107,12 @@ FUNCTIONS = {
         lambda x: jax.lax.conv_general_dilated(
             jnp.tanh(x.reshape(1, 8, 2, 1)), K, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
         ),
-        81,  # of the kernel's entries one is zero
+        81,  # one entry of the kernel is zero
     ),
     "compiled": (jax.jit(bands), 30),
     "remat": (jax.checkpoint(bands), 30),
-    "a rule of its own": (lambda x: rounded(x) * 3, 16),
-    "a rule backwards": (lambda x: rounded_back(x) * 3, 16),
+    "a custom rule": (lambda x: rounded(x) * 3, 16),
+    "a custom backward rule": (lambda x: rounded_back(x) * 3, 16),
     "complex": (lambda x: x + 1j * x**2, 16),
     "number": (lambda x: x[0] * x[5], 2),
 }
@@ -136,7 +136,7 @@ def test_functions_against_the_dense_jacobian(name: str) -> None:
     assert entries is None or sparse.nse == entries
     compiled = jax.jit(jacobian(fun, sparsity="auto", check=True, chunk_size=2))(LONG)
     assert_equals(compiled, expected)
-    if name in ("arrow", "no entry", "more rows", "a rule backwards", "complex", "number"):
+    if name in ("arrow", "no entry", "more rows", "a custom backward rule", "complex", "number"):
         mapped = jax.jit(jax.vmap(jacobian(fun, sparsity="auto")))(LONGS)
         assert_equals(mapped, jax.jit(jax.vmap(lambda x: dense(fun, x)))(LONGS))
 
@@ -160,7 +160,7 @@ def test_modes_chunks_and_budgets(fun: Any, mode: str) -> None:
         np.testing.assert_allclose(found, again, rtol=1e-5, atol=1e-5)
 
 
-def test_a_budget_takes_as_many_products_as_fit() -> None:
+def test_a_budget_bounds_the_products_at_a_time() -> None:
     first, second = np.ones((10, 400), np.float32), np.ones((400, 10), np.float32)
     fun = lambda x: (jnp.tanh(x.reshape(50, 10) @ first) @ second).ravel()
     x = jnp.linspace(0, 0.1, 500)
@@ -193,7 +193,7 @@ def test_forms_of_patterns(form: str) -> None:
     assert_equals(jax.vmap(jacobian(bands, sparsity=pattern))(LONGS), jax.jit(jax.vmap(jax.jacfwd(bands)))(LONGS))
 
 
-def test_more_than_the_entries_may_be_given_and_zeros_stay() -> None:
+def test_given_patterns_may_contain_zeros_which_are_kept() -> None:
     found = jacobian(lambda x: x * jnp.array([1.0, 0, 0, 1, 1, 1]), sparsity=np.tri(6, k=1, dtype=bool))(X)
     assert found.nse == 26
     assert_equals(found, jnp.diag(jnp.array([1.0, 0, 0, 1, 1, 1])))
@@ -243,7 +243,7 @@ def test_several_dtypes_at_once() -> None:
         assert_equals(found, jax.jit(plain(fun, (0, 1)))(x, y), 2e-2)
 
 
-def test_keywords_aux_and_values_beside() -> None:
+def test_keywords_aux_and_values() -> None:
     def fun(x: Any, indices: Any, *, power: int) -> Any:
         return x[indices] ** power, {"sum": x.sum(), "power": power}
 
@@ -254,7 +254,7 @@ def test_keywords_aux_and_values_beside() -> None:
     assert aux["power"] == 3
     np.testing.assert_allclose(aux["sum"], X.sum(), rtol=1e-6)
     traced = jax.jit(lambda x, i: jacobian(fun, has_aux=True, sparsity="auto")(x, i, power=3)[0])(X, indices)
-    assert traced.nse == 18  # they are not: every entry may be picked
+    assert traced.nse == 18  # unknown indices: any entry may be picked
     assert_equals(traced, dense_of(found))
 
 
@@ -268,7 +268,7 @@ def test_models() -> None:
     assert_equals(jacobian(model, sparsity="auto")(x), jax.jacfwd(model)(x))
 
 
-def test_random_keys_and_other_traces_around() -> None:
+def test_random_keys_and_outer_traces() -> None:
     @jax.jit
     def drawn(key: Any, x: Any, scale: Any) -> Any:
         noise = lambda x: x**2 * scale + jax.random.normal(key, x.shape) * x
@@ -293,7 +293,7 @@ def test_products_with_the_result() -> None:
         )
 
 
-# ---- Which products
+# ---- Choice of products
 
 
 @pytest.mark.parametrize(
@@ -317,20 +317,20 @@ def test_the_mode_follows_from_the_colors(fun: Any, mode: str, colors: Any) -> N
 
 
 def test_the_program_computes_only_these_products() -> None:
-    """The arrow of 2,000: three products, where one mode alone would take 2,000."""
+    """The arrow matrix of size 2,000 takes three products; one mode alone would take 2,000."""
     x = jnp.linspace(0.1, 1, 2000)
     compiled = jax.jit(jacobian(arrow, sparsity="auto")).lower(x).compile()
     analysis: Any = compiled.cost_analysis()
     assert analysis["flops"] < 60 * x.size
 
 
-def test_dense_is_taken_where_xla_counts_less_for_it() -> None:
+def test_dense_is_chosen_where_it_needs_fewer_products() -> None:
     sparse = jacobian(jax.nn.softmax, sparsity="auto")
     choice = sparse.explain(X)
     assert choice.colors is None
     assert choice.why == "a dense Jacobian takes no more than 6 products"
     assert_equals(sparse(X), jax.jit(jax.jacfwd(jax.nn.softmax))(X))
-    # Some entries are never asked for.
+    # Some entries are never computed.
     assert_equals(jacobian(jax.nn.softmax, sparsity=~np.eye(6, dtype=bool))(X) * 1.0, _off_diagonal(X))
 
 
@@ -351,7 +351,7 @@ def swirl(x: Any) -> Any:
     return (x**2).sum()
 
 
-# A field without a potential: the derivative of this gradient is not symmetric.
+# A non-conservative field: the derivative of this gradient is not symmetric.
 swirl.defjvp(lambda x, t: (swirl(*x), (jnp.roll(x[0], 1) * t[0]).sum()))
 
 SCALARS = {
@@ -405,7 +405,7 @@ def test_hessians_of_trees_models_and_vectors() -> None:
     assert_equals(hessian(loss, sparsity="auto", check=True)(model), jax.jit(hessian(loss))(model))
 
 
-def test_half_of_a_hessian_may_be_asked_for() -> None:
+def test_half_of_a_hessian_may_be_requested() -> None:
     upper = np.triu(np.ones((6, 6), bool)) & ~np.triu(np.ones((6, 6), bool), 2)
     found = hessian(rosenbrock, sparsity=upper)(X)
     assert found.nse == 11
@@ -421,7 +421,7 @@ def test_a_symmetric_arrow_takes_two_products() -> None:
     assert_equals(compiled(x), jax.jit(jax.hessian(fun))(x), 1e-4)
 
 
-# ---- What cannot be found, and what is wrong
+# ---- Undetectable patterns and errors
 
 
 @jax.custom_jvp
@@ -437,7 +437,7 @@ def _(primals: Any, tangents: Any) -> Any:
     return jnp.sin(x), jnp.cos(x) * slope(t)
 
 
-def test_dense_with_a_warning_where_nobody_knows_what_goes_where() -> None:
+def test_dense_with_a_warning_where_the_pattern_is_unknown() -> None:
     sparse = jacobian(looked_up, mode="forward", sparsity="auto", check=True)
     with pytest.warns(
         UserWarning, match=r"^jacobian: .* the results of `pure_callback` are .* depend on all operands"
@@ -463,7 +463,7 @@ def test_dense_with_a_warning_where_nobody_knows_what_goes_where() -> None:
     ],
     ids=["fft", "solve", "cholesky", "a part"],
 )
-def test_what_mixes_a_matrix_or_a_line_is_no_reason_for_a_warning(fun: Any, entries: int) -> None:
+def test_operations_that_mix_a_matrix_or_a_row_do_not_warn(fun: Any, entries: int) -> None:
     found = jax.jit(jacobian(fun, sparsity="auto", check=True))(X)
     assert found.nse <= entries
     assert_equals(found, dense(fun, X))
@@ -484,7 +484,7 @@ def test_dense_with_a_warning_where_fun_branches_on_values() -> None:
     assert_equals(jacobian(fun, sparsity=np.eye(6, dtype=bool), check=True)(X), jax.jacfwd(fun)(X))
 
 
-def test_dense_with_a_warning_where_the_search_stumbles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dense_with_a_warning_where_detection_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(primitive_rules._RULES, "cumsum", lambda eqn, values: eqn.params["another name"])
     with pytest.warns(UserWarning, match=r"cannot be found, .*: the analysis failed with KeyError\('another name'\)"):
         found = jacobian(lambda x: jnp.cumsum(x) * x, sparsity="auto")(X)
@@ -532,7 +532,7 @@ def test_one_entry_that_is_missing_is_caught(lost: int) -> None:
             jacobian(arrow, mode=mode, sparsity=lacking, check=True)(LONG)
 
 
-def test_the_probe_names_what_is_wrong_in_trees_and_backwards() -> None:
+def test_the_probe_names_wrong_entries_in_trees_and_reverse_mode() -> None:
     wrong = jax.tree.map(lambda x: np.asarray(x) != 0, jax.jacfwd(tree)(POINT, 3.0))
     wrong["b"]["y"] = np.zeros_like(wrong["b"]["y"])
     with pytest.raises(ValueError, match=r"row `output\['b'\]\[0, 1\]` of the result, 4 in all"):
@@ -546,7 +546,7 @@ def test_the_probe_names_what_is_wrong_in_trees_and_backwards() -> None:
         hilly(X)
 
 
-def test_the_probe_lets_infinities_and_rounding_pass() -> None:
+def test_the_probe_accepts_infinities_and_rounding() -> None:
     steep = jnp.asarray([0.0, 1.0, 4.0])
     assert not np.isfinite(jacobian(jnp.sqrt, sparsity="auto", check=True)(steep).data[0])
     assert np.isnan(jacobian(lambda x: x * jnp.sqrt(x), sparsity="auto", check=True)(steep).data[0])
@@ -636,7 +636,9 @@ def test_without_asdex_the_extra_is_named(transform: Any, monkeypatch: pytest.Mo
         transform(jnp.sum, sparsity="auto")
 
 
-def test_an_asdex_that_does_not_fit_jax_is_told_from_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_incompatible_asdex_is_distinguished_from_a_missing_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "asdex.py").write_text("from jax import no_such_name")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "asdex", raising=False)

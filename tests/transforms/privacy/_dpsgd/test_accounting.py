@@ -1,4 +1,4 @@
-"""Accounting against the figures that other libraries publish, and against dp-accounting called by hand."""
+"""Accounting against published figures of other libraries, and against direct calls of dp-accounting."""
 
 import math
 
@@ -41,7 +41,7 @@ def test_calibrated_noise_is_enough_and_no_more(accountant, epsilon, q, rounds):
     assert ledger(sigma - 1e-4, q).epsilon(rounds, 1e-6, accountant) > epsilon
 
 
-def test_the_event_is_what_jax_privacy_says():
+def test_the_event_is_that_of_jax_privacy():
     assert ledger().event(7) == dpsgd_event(1.0, 7, sampling_prob=0.25)
     banded = ledger(strategy=(1.0, 0.5, 0.25))
     assert banded.event(7) == amplified_bandmf_event(1.0, 7, num_bands=3, sampling_prob=0.25)
@@ -50,18 +50,18 @@ def test_the_event_is_what_jax_privacy_says():
 @pytest.mark.parametrize(
     ("accountant", "make"), [("rdp", dp_accounting.rdp.RdpAccountant), ("pld", dp_accounting.pld.PLDAccountant)]
 )
-def test_epsilon_is_what_the_accountant_makes_of_the_event(accountant, make):
+def test_epsilon_is_that_of_the_accountant_for_the_event(accountant, make):
     for steps, models in [(1, 1), (5, 3)]:
         by_hand = make().compose(ledger(2.0).event(steps, models)).get_epsilon(1e-5)
         assert ledger(2.0).epsilon(steps, 1e-5, accountant, models) == pytest.approx(by_hand, rel=1e-9)
 
 
-def test_models_of_the_same_batches_are_one_sum():
-    # Four models with noise σ each are one sum of norm 2 under that noise: a multiplier of σ / 2.
+def test_models_on_the_same_batches_are_one_sum():
+    # Four models with noise σ each are one sum with norm 2 and the same noise: a multiplier of σ / 2.
     assert ledger(3.0).epsilon(5, 1e-5, "rdp", models=4) == pytest.approx(ledger(1.5).epsilon(5, 1e-5, "rdp"))
 
 
-def test_bands_count_a_round_when_it_begins():
+def test_bands_count_a_round_when_it_starts():
     banded = ledger(2.0, strategy=(1.0, 0.5, 0.25))
     spent = [banded.epsilon(steps, 1e-5, "rdp") for steps in range(8)]
     once = [ledger(2.0).epsilon(rounds, 1e-5, "rdp") for rounds in (0, 1, 1, 1, 2, 2, 2, 3)]
@@ -75,15 +75,15 @@ def test_no_steps_spend_nothing_and_no_noise_spends_everything():
 
 
 @pytest.mark.parametrize("q", [0.001, 0.2])
-def test_the_quick_bound_is_a_bound(q):
+def test_the_fast_bound_is_a_bound(q):
     for steps in (1, 10, 300):
         exact = ledger(1.2, q).epsilon(steps, 1e-5, "pld")
         shown = float(ledger(1.2, q).progress(steps, 20 * steps, 1e-5, "pld", 1).removeprefix("ε ≤ "))
         assert exact <= shown <= 1.1 * exact + 1e-3
 
 
-def test_the_bound_of_the_bar_holds_until_the_next_one():
-    """It is of at most twenty numbers of steps, never below what was spent, and exact at the end."""
+def test_the_bound_in_the_progress_bar_holds_until_the_next_one():
+    """At most twenty distinct values, never below the privacy spent, and exact at the end."""
     of = ledger(1.2, 0.2)
     shown = [of.progress(step, 97, 1e-5, "rdp", 2) for step in range(1, 98)]
     assert len(set(shown)) <= 20
@@ -94,7 +94,7 @@ def test_the_bound_of_the_bar_holds_until_the_next_one():
 
 
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])
-def test_steps_within_a_budget_are_the_most_there_are(accountant):
+def test_steps_within_a_budget_are_maximal(accountant):
     of = ledger(2.0, 0.1)
     for budget in (0.3, 1.0, 1.5):
         steps = of.steps_within(budget, 1e-5, accountant, 1, 40)

@@ -1,4 +1,4 @@
-"""`DPSGD` against the algorithm written out, and every way to wire it wrong."""
+"""`DPSGD` against an explicit implementation of the algorithm, and its errors for wrong usage."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def make(loss: Any = loss, optimizer: Any = None, **settings: Any) -> DPSGD:
 
 @cache
 def usual(method: str = "auto") -> DPSGD:
-    """The one of most tests, whose step is traced once for all of them."""
+    """Return the instance of most tests, which trace its step only once."""
     return make(method=method)
 
 
@@ -78,7 +78,7 @@ def noiseless(method: str = "auto") -> DPSGD:
 
 value_and_gradient = jax.jit(jax.value_and_grad(loss))
 
-SIZES = (20,)  # one program will do, where the number of them is not what is tested
+SIZES = (20,)  # one size, hence one program
 
 
 def a_batch(numbers: Any, size: int, x: Any = X, y: Any = Y) -> Batch:
@@ -88,7 +88,7 @@ def a_batch(numbers: Any, size: int, x: Any = X, y: Any = Y) -> Batch:
 
 
 def noise_key(seed: int) -> jax.Array:
-    """What the noise of a run is drawn from."""
+    """Return the key of a run's noise."""
     return jax.random.fold_in(jax.random.key(seed), 2**32 - 1)
 
 
@@ -105,17 +105,17 @@ def assert_close(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
 
 
 def arrays(state: Any) -> Any:
-    """The leaves of a state as NumPy arrays, keys as their words."""
+    """Return the leaves of a state as NumPy arrays, keys as their data."""
     key = jax.dtypes.prng_key
     return [np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, key) else x) for x in jax.tree.leaves(state)]
 
 
-# What a step computes.
+# Steps.
 
 
 @pytest.fixture(scope="module")
 def written_out() -> Any:
-    """The parameters after a run, and of each step the batch, the mean loss and the share of what was clipped."""
+    """Return the parameters after a run, and for each step the batch, the mean loss and the clipped share."""
     dp = usual()
     noise = privatizer(dp.ledger, noise_key(5))
     params, noise_state, steps = PARAMS, noise.init(PARAMS), []
@@ -136,7 +136,7 @@ def written_out() -> Any:
 
 
 @pytest.mark.parametrize("method", ["auto", "vmap", "ghost", "book_keeping"])
-def test_a_run_is_the_algorithm_written_out(method: str, written_out: Any) -> None:
+def test_a_run_equals_the_explicit_algorithm(method: str, written_out: Any) -> None:
     dp = usual(method)
     state = dp.init(PARAMS, key=jax.random.key(5))
     params, steps = written_out
@@ -149,8 +149,8 @@ def test_a_run_is_the_algorithm_written_out(method: str, written_out: Any) -> No
 
 
 @pytest.mark.parametrize("method", ["auto", "vmap", "ghost", "book_keeping"])
-def test_what_the_loss_returns_beside_its_scalar_is_in_the_metrics(method: str) -> None:
-    """As means over the examples; padding, which may hold NaN, does not count."""
+def test_auxiliary_outputs_of_the_loss_are_metrics(method: str) -> None:
+    """Metrics are means over the examples; padding, which may hold NaN, is excluded."""
 
     def with_aux(params: Any, x: Any, y: Any) -> Any:
         logits = x @ params["w"] + params["b"]
@@ -170,7 +170,7 @@ def test_what_the_loss_returns_beside_its_scalar_is_in_the_metrics(method: str) 
     assert float(metrics["count"]) == 1.0
 
 
-def test_a_history_has_what_is_one_number_of_each_step() -> None:
+def test_the_history_contains_scalar_metrics() -> None:
     def with_aux(model: Any, x: Any, y: Any) -> Any:
         return model_loss(model, x, y), {"logits": model(x), "mean": model(x).mean()}
 
@@ -191,7 +191,7 @@ def test_a_history_has_what_is_one_number_of_each_step() -> None:
         (None, TypeError, r"with has_aux=True, fun must return a pair"),
     ],
 )
-def test_what_is_no_metric_is_refused(beside: Any, kind: type[Exception], message: str) -> None:
+def test_invalid_metrics_are_refused(beside: Any, kind: type[Exception], message: str) -> None:
     def of(params: Any, x: Any, y: Any) -> Any:
         value = loss(params, x, y)
         return value if beside is None else (value, beside)
@@ -202,8 +202,8 @@ def test_what_is_no_metric_is_refused(beside: Any, kind: type[Exception], messag
 
 
 @pytest.mark.parametrize("method", ["auto", "vmap", "ghost", "book_keeping"])
-def test_integers_among_the_parameters_stay_as_they_are(method: str) -> None:
-    """And have no noise."""
+def test_integer_parameters_are_unchanged(method: str) -> None:
+    """They also receive no noise."""
     order, count = np.array([2, 0, 3, 1]), jnp.int32(7)
 
     def indexed(params: Any, x: Any, y: Any) -> Any:
@@ -239,7 +239,7 @@ def test_a_batch_without_examples_adds_noise() -> None:
     assert np.isnan(metrics["loss"])
 
 
-def test_what_padding_holds_does_not_matter() -> None:
+def test_the_contents_of_padding_do_not_matter() -> None:
     dp = usual()
     state = dp.init(PARAMS, key=jax.random.key(5))
     batch = a_batch([3, 9], 20)
@@ -252,7 +252,7 @@ def test_what_padding_holds_does_not_matter() -> None:
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
 @pytest.mark.parametrize("method", ["auto", "vmap", "ghost", "book_keeping"])
 def test_neighbors_are_at_most_one_clip_norm_apart(scale: float, method: str) -> None:
-    """The whole step without its noise, with an example and without it: what the noise has to hide."""
+    """The noiseless step, with and without one example, which the noise has to hide."""
     dp = noiseless(method)
     x = (scale * X).astype(np.float32)
     state = dp.init(jax.tree.map(np.zeros_like, PARAMS), key=jax.random.key(0))
@@ -267,7 +267,7 @@ def test_neighbors_are_at_most_one_clip_norm_apart(scale: float, method: str) ->
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 1e38])
-def test_one_example_that_is_lost_changes_nothing_else(poison: float) -> None:
+def test_one_non_finite_example_changes_nothing_else(poison: float) -> None:
     dp = usual()
     x = X.copy()
     x[3] = poison
@@ -292,7 +292,7 @@ def test_one_example_that_is_lost_changes_nothing_else(poison: float) -> None:
     ],
 )
 def test_any_optimizer_gets_the_noisy_mean(optimizer: Any) -> None:
-    dp, plain = make(optimizer=optimizer), usual()  # whose rate is a half
+    dp, plain = make(optimizer=optimizer), usual()  # its learning rate is 0.5
     state = dp.init(PARAMS, key=jax.random.key(0))
     params, opt_state = state.model, state.opt_state
 
@@ -310,7 +310,7 @@ def test_any_optimizer_gets_the_noisy_mean(optimizer: Any) -> None:
         assert_close(state.model, params, 1e-4)
 
 
-def test_a_module_is_trained_as_its_arrays_are() -> None:
+def test_a_module_is_trained_as_its_arrays() -> None:
     model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
     before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
     trained = run(make(model_loss), model).model
@@ -327,7 +327,7 @@ def test_a_pytree_may_hold_modules() -> None:
     assert not np.allclose(trained["scale"], 1)
 
 
-def test_members_are_what_each_would_be_alone() -> None:
+def test_members_train_as_each_would_alone() -> None:
     dp = make(model_loss, optax.adam(1e-2))
     ensemble = Ensemble.create(lambda rngs: Network(rngs, 0.3), 3, seed=0)
     key = jax.random.key(7)
@@ -344,7 +344,7 @@ def test_members_are_what_each_would_be_alone() -> None:
     assert int(together.model[2].drop.rngs.count[...]) == int(alone[2].model.drop.rngs.count[...]) == 12
 
 
-def test_members_have_noise_of_their_own() -> None:
+def test_members_have_independent_noise() -> None:
     same = Ensemble.stack([nnx.Linear(4, 3, rngs=nnx.Rngs(0)) for _ in range(2)])
     trained = run(make(model_loss), same, steps=1).model
     assert not np.isclose(trained[0].kernel[...], trained[1].kernel[...]).any()
@@ -383,7 +383,7 @@ def test_half_precision_is_summed_in_float32(method: str) -> None:
 
 
 def test_complex_parameters_are_refused() -> None:
-    """Noise of a complex normal distribution has half the variance in each part."""
+    """Complex normal noise has half the variance in each part."""
     with pytest.raises(TypeError, match=r"^DPSGD.init: `params\['b'\]` is an array .* complex64, but parameters mu"):
         make().init({**PARAMS, "b": PARAMS["b"] + 0j}, key=jax.random.key(0))
 
@@ -425,10 +425,10 @@ def test_users_with_several_examples_are_clipped_as_one() -> None:
     assert_close(after.model, jax.tree.map(lambda p, g: p - scale * g, PARAMS, gradient))
 
 
-# Random numbers and other state of models.
+# Random numbers and other model state.
 
 
-def test_examples_and_steps_have_dropout_of_their_own() -> None:
+def test_examples_and_steps_have_independent_dropout() -> None:
     seen = []
 
     def spying(model: Any, x: Any, y: Any) -> Any:
@@ -443,12 +443,12 @@ def test_examples_and_steps_have_dropout_of_their_own() -> None:
         state, _ = dp.step(state, batch)
         jax.effects_barrier()
     masks = np.concatenate([mask.reshape(-1, 200) for mask in seen])
-    assert len(np.unique(masks, axis=0)) == len(masks) == 8  # and once in each step of zeros, for the count
-    assert int(state.model.drop.rngs.count[...]) == 4  # drawn from twice in each step
+    assert len(np.unique(masks, axis=0)) == len(masks) == 8  # each step also evaluates zeros once, for the count
+    assert int(state.model.drop.rngs.count[...]) == 4  # two draws per step
 
 
-def test_masks_follow_from_no_key_of_the_model() -> None:
-    """Who has the model has its keys; with them he would know whose mask was at which place."""
+def test_masks_do_not_follow_from_the_keys_of_the_model() -> None:
+    """A model contains its keys, which would reveal the mask of each example."""
     dp = make(model_loss, noise_multiplier=0.0)
     model, batch = Network(nnx.Rngs(0), 0.5), a_batch([1, 2, 3], 4)
     one, other = (dp.step(dp.init(model, key=jax.random.key(seed)), batch)[0] for seed in (0, 1))
@@ -459,7 +459,7 @@ def test_masks_follow_from_no_key_of_the_model() -> None:
 
 
 def test_an_example_with_a_mask_is_clipped_with_it() -> None:
-    """With the masks of both runs the same: the last example is the one that is left out."""
+    """Both runs draw the same masks: the last example is left out."""
     dp = make(model_loss, noise_multiplier=0.0, optimizer=optax.sgd(EXPECTED), l2_clip_norm=0.1)
     state = dp.init(Network(nnx.Rngs(0), 0.5), key=jax.random.key(0))
     one, _ = dp.step(state, a_batch(range(9), 12))
@@ -469,7 +469,7 @@ def test_an_example_with_a_mask_is_clipped_with_it() -> None:
 
 
 @pytest.mark.parametrize("by", ["count", "cond"])
-def test_what_a_loss_does_with_counts_says_nothing_of_the_data(by: str) -> None:
+def test_counts_in_the_model_reveal_nothing_about_the_data(by: str) -> None:
     def telling(model: Any, x: Any, y: Any) -> Any:
         if by == "count":
             model.drop.rngs.count[...] += (1000 * y[0]).astype(jnp.uint32)
@@ -512,11 +512,11 @@ def test_a_key_that_a_model_keeps_may_change() -> None:
     np.testing.assert_array_equal(*map(jax.random.key_data, (trained.key[...], twice)))
 
 
-def test_microbatches_divide_what_batches_are_padded_to() -> None:
+def test_microbatches_divide_the_padded_sizes() -> None:
     assert_close(run(make(microbatch_size=3), PARAMS, sizes=None).model, run(usual(), PARAMS).model)
 
 
-def test_dropout_that_takes_no_part_leaves_no_trace() -> None:
+def test_unused_dropout_has_no_effect() -> None:
     trained = run(make(model_loss), nnx.view(Network(nnx.Rngs(0), 0.5), deterministic=True))
     assert int(trained.model.drop.rngs.count[...]) == 0
 
@@ -554,7 +554,7 @@ def test_nothing_recompiles() -> None:
         state, _ = dp.step(state, batch)
         counts.setdefault(len(batch.is_padding_example), len(traced))
     assert sorted(counts) == [7, 10, 40]
-    assert len(traced) == max(counts.values())  # nothing was traced but for the first batch of each size
+    assert len(traced) == max(counts.values())  # traced only for the first batch of each size
     assert len(set(counts.values())) == 3
 
 
@@ -594,13 +594,13 @@ def test_the_same_key_gives_the_same_run_and_another_another() -> None:
 
 
 def test_batches_without_a_state_are_new_each_time() -> None:
-    """False alarm: below 1e-30, that two runs draw the same examples in all twelve steps."""
+    """A false alarm, two runs that draw the same examples in all twelve steps, has probability below 1e-30."""
     one, other = ([batch.arguments[0].tolist() for batch in make().batches((X, Y))] for _ in range(2))
     assert len(one) == len(other) == 12
     assert one != other
 
 
-def test_batches_go_on_where_the_state_is() -> None:
+def test_batches_resume_at_the_step_of_the_state() -> None:
     dp = usual()
     state = run(dp, PARAMS, steps=5)
     whole = list(dp.batches((X, Y), dp.init(PARAMS, key=jax.random.key(0))))
@@ -634,7 +634,7 @@ def test_epsilon_counts_by_the_ledger_of_the_state() -> None:
     assert make(noise_multiplier=9.0).epsilon(state) == usual().epsilon(12)
 
 
-def test_a_target_is_kept_by_the_noise_that_is_found() -> None:
+def test_calibrated_noise_meets_the_target() -> None:
     dp = make(noise_multiplier=None, target_epsilon=3.0)
     assert 2.99 < dp.epsilon(12) <= 3.0
     assert dp.noise_multiplier == dp.ledger.noise_multiplier
@@ -654,7 +654,7 @@ def test_no_noise_is_no_privacy() -> None:
 
 
 @pytest.mark.parametrize("bands", [1, 3])
-def test_correlated_noise_takes_the_place_of_independent_noise(bands: int) -> None:
+def test_correlated_noise_replaces_independent_noise(bands: int) -> None:
     dp = make(noise_strategy=np.array([1.0, 0.5, 0.25][:bands]), optimizer=optax.sgd(1.0))
     assert dp.ledger.sampling_probability == bands * EXPECTED / N
     state = dp.init(PARAMS, key=jax.random.key(5))
@@ -740,19 +740,19 @@ def test_correlated_noise_takes_the_place_of_independent_noise(bands: int) -> No
         ),
     ],
 )
-def test_settings_that_say_nothing_are_refused(settings: Any, error: Any, message: str) -> None:
+def test_invalid_settings_are_refused(settings: Any, error: Any, message: str) -> None:
     settings = {"loss": loss, "optimizer": optax.sgd(0.1), **settings}
     with pytest.raises(error, match="^" + re.escape(f"DPSGD: {message}")):
         make(settings.pop("loss"), settings.pop("optimizer"), **settings)
 
 
-def test_a_delta_that_allows_to_publish_someone_warns() -> None:
+def test_a_delta_above_one_over_n_warns() -> None:
     with pytest.warns(UserWarning, match=r"target_delta=0.1 is more than 1 / num_examples = 2.5e-02, a δ that"):
         make(target_delta=0.1)
 
 
-def test_a_delta_of_half_precision_is_multiplied_as_it_is() -> None:
-    dp = make(target_delta=np.float16(1e-5), num_examples=70_000)  # more than float16 counts: it would warn
+def test_a_half_precision_delta_is_not_rounded_again() -> None:
+    dp = make(target_delta=np.float16(1e-5), num_examples=70_000)  # exceeds the largest float16, and would warn
     assert dp.target_delta == float(np.float16(1e-5))
 
 
@@ -766,7 +766,7 @@ def test_a_missing_extra_is_named(monkeypatch: Any, name: str) -> None:
 
 def test_a_key_is_required() -> None:
     with pytest.raises(TypeError, match="key"):
-        make().init(PARAMS)  # type: ignore[call-arg]  # what is missing is what is tested
+        make().init(PARAMS)  # type: ignore[call-arg]  # tests the missing argument
     for wrong in (None, 0, jnp.zeros(2, jnp.uint32), jax.random.split(jax.random.key(0))):
         with pytest.raises(TypeError, match=r"^DPSGD.init: key must be one key, such as jax.random.key\(0\), but got "):
             make().init(PARAMS, key=wrong)
@@ -791,7 +791,7 @@ def test_parameters_that_cannot_train_are_refused() -> None:
         make().init([one, other], key=key)
 
 
-def test_an_optimizer_that_asks_for_the_loss_is_refused() -> None:
+def test_an_optimizer_that_evaluates_the_loss_is_refused() -> None:
     message = r"missing 3 required keyword-only arguments: 'value', 'grad', and 'value_fn'"
     with pytest.raises(TypeError, match=message):
         make(optimizer=optax.lbfgs()).init(PARAMS, key=jax.random.key(0))
@@ -822,7 +822,7 @@ def test_batches_of_another_probability_are_refused() -> None:
 
 
 @pytest.mark.parametrize("padding", [None, np.zeros(2), np.zeros((2, 1), bool), np.zeros(0, bool)])
-def test_padding_that_says_nothing_is_refused(padding: Any) -> None:
+def test_invalid_padding_is_refused(padding: Any) -> None:
     dp = make()
     message = r"^DPSGD.step: is_padding_example must be booleans, shape \(size,\), but got .*; an empty batch consists"
     with pytest.raises(ValueError, match=message):
@@ -857,7 +857,7 @@ def test_a_state_of_other_settings_is_refused(other: Any, message: str) -> None:
             call()
 
 
-def test_what_is_no_state_is_refused() -> None:
+def test_invalid_states_are_refused() -> None:
     dp = make()
     for api, call in [("step", lambda x: dp.step(x, a_batch([1], 2))), ("batches", lambda x: dp.batches((X, Y), x))]:
         with pytest.raises(TypeError, match=rf"^DPSGD.{api}: state must come from DPSGD.init, but got "):
@@ -874,7 +874,7 @@ def test_what_is_no_state_is_refused() -> None:
 @pytest.mark.parametrize(
     "wrong", [lambda p, x, y: x @ p["w"], lambda p, x, y: (loss(p, x, y), {}), lambda p, x, y: 1, lambda p, x, y: None]
 )
-def test_a_loss_that_is_no_scalar_is_refused(wrong: Any) -> None:
+def test_a_non_scalar_loss_is_refused(wrong: Any) -> None:
     dp = make(wrong)
     with pytest.raises(TypeError, match=r"^DPSGD: the loss must return one real scalar, but it returned "):
         dp.step(dp.init(PARAMS, key=jax.random.key(0)), a_batch([1], 2))

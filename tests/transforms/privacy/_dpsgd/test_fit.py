@@ -1,4 +1,4 @@
-"""`DPSGD.fit`, `save` and `load`: budgets are kept, and a run that was stopped ends in the same bits."""
+"""`DPSGD.fit`, `save` and `load`: budgets are kept, and a resumed run ends in the same bits."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def state(dp: DPSGD) -> Any:
 
 @pytest.fixture(autouse=True)
 def ctrl_c_is_pythons() -> Iterator[None]:
-    """What starts in the background of a shell ignores it otherwise."""
+    """Restore Python's handler: background jobs of a shell ignore Ctrl-C."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -72,7 +72,7 @@ def fit(dp: DPSGD, state: Any, **options: Any) -> Any:
 
 
 def assert_same(one: Any, other: Any) -> None:
-    """All of two states, to the bit."""
+    """Assert that two states are equal bit for bit."""
     assert jax.tree.structure(one) == jax.tree.structure(other)
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         assert a.dtype == b.dtype
@@ -80,12 +80,12 @@ def assert_same(one: Any, other: Any) -> None:
         np.testing.assert_array_equal(*(jax.random.key_data(x) if key else x for x in (a, b)))
 
 
-def test_the_helper_sees_differences(dp: DPSGD, state: Any) -> None:
+def test_the_helper_detects_differences(dp: DPSGD, state: Any) -> None:
     with pytest.raises(AssertionError):
         assert_same(state, dp.init(network(nnx.Rngs(0)), key=jax.random.key(2)))
 
 
-def test_fit_is_a_step_for_each_batch(dp: DPSGD, state: Any) -> None:
+def test_fit_takes_a_step_for_each_batch(dp: DPSGD, state: Any) -> None:
     fitted, history = fit(dp, state)
     by_hand, losses = state, []
     for batch in dp.batches((X, Y), state, sizes=SIZES):
@@ -99,7 +99,7 @@ def test_fit_is_a_step_for_each_batch(dp: DPSGD, state: Any) -> None:
     assert {row["step"] for row in fit(dp, state, history_every=5)[1]} == {5, 10}
 
 
-def test_fit_goes_on_from_the_step_of_its_state(dp: DPSGD, state: Any) -> None:
+def test_fit_resumes_at_the_step_of_its_state(dp: DPSGD, state: Any) -> None:
     whole, _ = fit(dp, state)
     half, _ = fit(dp, state, steps=5)
     assert int(half.step) == 5
@@ -108,7 +108,7 @@ def test_fit_goes_on_from_the_step_of_its_state(dp: DPSGD, state: Any) -> None:
     assert int(state.step) == 0
 
 
-def test_a_state_beyond_the_run_stays_as_it_is(dp: DPSGD, state: Any) -> None:
+def test_a_state_beyond_the_run_is_unchanged(dp: DPSGD, state: Any) -> None:
     shorter = make(num_steps=4)
     after, _ = fit(dp, state, steps=6)
     assert_same(fit(shorter, after)[0], after)
@@ -161,10 +161,10 @@ def test_interrupted_and_resumed_equals_uninterrupted_to_the_bit(tmp_path: Any, 
                 os.kill(os.getpid(), signal.SIGINT)
             yield batch
 
-    dp.batches = interrupted  # type: ignore[method-assign, assignment]  # Ctrl-C comes in the middle of a run
+    dp.batches = interrupted  # type: ignore[method-assign, assignment]  # Ctrl-C during a run
     half, _ = fit(dp, state, checkpoint_dir=tmp_path, checkpoint_every=3)
     assert int(half.step) == 5
-    # Another process would make its own, and start from other values.
+    # Another process makes its own `DPSGD` and a state with another key.
     again = make(noise_strategy=[1.0, 0.5])
     fresh = again.init(model, key=jax.random.key(1))
     after, history = fit(again, fresh, checkpoint_dir=tmp_path, checkpoint_every=3)
@@ -173,13 +173,13 @@ def test_interrupted_and_resumed_equals_uninterrupted_to_the_bit(tmp_path: Any, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000009", "step_00000012"]
 
 
-def test_a_checkpoint_at_the_step_of_a_state_is_not_taken_in_its_place(tmp_path: Any, dp: DPSGD, state: Any) -> None:
+def test_a_checkpoint_at_the_step_of_the_state_does_not_replace_it(tmp_path: Any, dp: DPSGD, state: Any) -> None:
     fit(dp, state, steps=2, checkpoint_dir=tmp_path)
     other, _ = fit(dp, dp.init(network(nnx.Rngs(5)), key=jax.random.key(5)), steps=2)
     assert_same(fit(dp, other, steps=1, checkpoint_dir=tmp_path)[0], fit(dp, other, steps=1)[0])
 
 
-def test_a_state_is_saved_and_loaded_to_the_bit(tmp_path: Any, dp: DPSGD, state: Any) -> None:
+def test_a_state_is_saved_and_loaded_bit_for_bit(tmp_path: Any, dp: DPSGD, state: Any) -> None:
     after, _ = fit(dp, state, steps=3)
     dp.save(tmp_path / "a", after)
     loaded = dp.load(tmp_path / "a", dp.init(network(nnx.Rngs(9)), key=jax.random.key(9)))
@@ -222,7 +222,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Any, dp: DPSGD, stat
         dp.load(tmp_path / "a", like)
 
 
-def test_checkpoints_of_others_are_refused(tmp_path: Any, dp: DPSGD, state: Any) -> None:
+def test_foreign_checkpoints_are_refused(tmp_path: Any, dp: DPSGD, state: Any) -> None:
     ensemble = Ensemble.create(network, 2, seed=0)
     trainer = Trainer(loss, optax.adam(1e-2))
     dp.save(tmp_path / "a", state)
@@ -238,13 +238,13 @@ def test_checkpoints_of_others_are_refused(tmp_path: Any, dp: DPSGD, state: Any)
         fit(dp, state, checkpoint_dir=tmp_path / "others")
 
 
-def test_a_damaged_checkpoint_is_passed_over(tmp_path: Any, dp: DPSGD, state: Any) -> None:
+def test_a_damaged_checkpoint_is_skipped(tmp_path: Any, dp: DPSGD, state: Any) -> None:
     fit(dp, state, checkpoint_dir=tmp_path, checkpoint_every=6)
     manifest = tmp_path / "step_00000012" / "plurax.json"
     manifest.write_text(manifest.read_text().replace('"noise_multiplier": 1.3', '"noise_multiplier": 9.9'))
     with pytest.warns(UserWarning, match=r"plurax.json has changed since it was written. It is skipped") as warned:
         after, _ = fit(dp, state, checkpoint_dir=tmp_path)
-    assert warned[0].filename == __file__  # the line that called
+    assert warned[0].filename == __file__  # the caller's line
     assert int(after.step) == 12
     assert_same(after, fit(dp, state)[0])
 
@@ -266,12 +266,12 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Any, dp: DPSGD, state: An
         ({"epsilon_budget": "8"}, TypeError, "epsilon_budget must be a number, but got '8' of type str."),
     ],
 )
-def test_options_that_say_nothing_are_refused(dp: DPSGD, state: Any, options: Any, error: Any, message: str) -> None:
+def test_invalid_options_are_refused(dp: DPSGD, state: Any, options: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match="^DPSGD(.fit)?: " + re.escape(message)):
         fit(dp, state, **options)
 
 
-def test_a_checkpoint_beyond_what_was_asked_for_is_refused(tmp_path: Any, dp: DPSGD, state: Any) -> None:
+def test_a_checkpoint_beyond_the_requested_steps_is_refused(tmp_path: Any, dp: DPSGD, state: Any) -> None:
     fit(dp, state, steps=4, checkpoint_dir=tmp_path)
     with pytest.raises(
         ValueError, match=r"^DPSGD.fit: the newest checkpoint in .* is at step 4, after step 2; pass more"

@@ -1,4 +1,4 @@
-"""The noise is jax-privacy's, from the same bits, and has the distribution that the accountant counts with."""
+"""The noise equals jax-privacy's bit for bit, and has the distribution that the accountant assumes."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def sums(dtype=jnp.float32):
 
 
 def noises(of: Ledger, like, steps: int, seed: int = 0):
-    """The noise of each step, stacked."""
+    """Return the noise of each step, stacked."""
     zeros = jax.tree.map(jnp.zeros_like, like)
 
     def step(state, _):
@@ -77,18 +77,18 @@ def test_other_keys_are_left_as_they_are(impl):
 
 
 def test_noise_is_gaussian_with_the_stated_deviation():
-    """False alarm of the whole test: 2e-6, of which each of the two statistics has one half."""
+    """The false alarm probability is 2e-6, half for each of the two statistics."""
     of = ledger(noise_multiplier=1.5, clip=2.0)
     drawn = np.asarray(noises(of, jnp.zeros((50, 40)), 100), float).ravel() / 3.0
     assert stats.kstest(drawn, "norm").pvalue > 1e-6
     low, high = stats.chi2(drawn.size).ppf([5e-7, 1 - 5e-7]) / drawn.size
     assert low < np.mean(drawn**2) < high
-    # ... and a deviation that is one per cent off is found: the bounds are 0.8 per cent from one.
+    # The bounds are within 0.8 % of one, so that a deviation off by 1 % is detected.
     assert not low < np.mean((1.01 * drawn) ** 2) < high
 
 
-def test_leaves_and_steps_and_keys_have_noise_of_their_own():
-    """False alarm: correlations of 2,000 pairs stay below 0.13 but for one of 1e8, and there are six."""
+def test_leaves_steps_and_keys_have_independent_noise():
+    """Correlations of 2,000 pairs exceed 0.13 with probability 1e-8; there are six."""
     like = {"a": jnp.zeros(2000), "b": jnp.zeros(2000)}
     first, second = (noises(ledger(), like, 2, seed) for seed in (0, 1))
     drawn = [first["a"][0], first["b"][0], first["a"][1], second["a"][0]]
@@ -97,7 +97,7 @@ def test_leaves_and_steps_and_keys_have_noise_of_their_own():
 
 
 def test_noise_of_a_strategy_has_the_covariance_of_its_inverse():
-    """C times the noise is independent again, as large as the norm of a column of C: in closed form, no chance."""
+    """C times the noise is independent, scaled by the norm of a column of C: a closed form without chance."""
     strategy, steps = (1.0, 0.5, 0.25), 6
     of = ledger(strategy=strategy)
     correlated = np.asarray(noises(of, jnp.zeros(4), steps), float)
@@ -112,8 +112,8 @@ def test_noise_of_a_strategy_has_the_covariance_of_its_inverse():
 
 
 @pytest.mark.parametrize("word", [0, 1, 2**31 - 1, 2**31, 2**32 - 1])
-def test_noise_is_added_once_whatever_the_key(word):
-    """How often the loop around the noise turns is read from a word of the key, which must make no difference."""
+def test_noise_is_added_once_for_every_key(word):
+    """The loop around the noise reads its iteration count from a word of the key, which must make no difference."""
     key = jax.random.wrap_key_data(jnp.array([word, 7], jnp.uint32))
     by_hand = privatizer(ledger(), key)
     noisy, _ = jax.jit(lambda s: add_noise(ledger(), sums(), s))(by_hand.init(sums()))

@@ -1,4 +1,4 @@
-"""Batches are Poisson-sampled, padded with nothing of anybody's, and the same again after a resumption."""
+"""Batches are Poisson-sampled, padded without data of any example, and repeat after a resumption."""
 
 from itertools import combinations, islice
 
@@ -21,12 +21,12 @@ def batches(data=None, *, expected=6.0, steps=50, seed=(1, 2), start=0, sizes=No
 
 
 def drawn(batch: Batch) -> np.ndarray:
-    """The numbers of the examples, from data that hold them counted from one."""
+    """Return the indices of the examples; the data hold the indices plus one."""
     return np.asarray(batch.arguments[0])[~batch.is_padding_example] - 1
 
 
-def test_each_example_takes_part_by_itself():
-    """False alarm below 1e-5: each of 30 rates, 435 pairs and one distribution of sizes at 1e-8."""
+def test_each_example_is_sampled_independently():
+    """The false alarm probability is below 1e-5: 30 rates, 435 pairs and one distribution of sizes at 1e-8 each."""
     steps = 4000
     member = np.zeros((steps, N))
     for row, batch in zip(member, batches(steps=steps), strict=True):
@@ -40,12 +40,12 @@ def test_each_example_takes_part_by_itself():
         assert low < (member[:, i] * member[:, j]).sum() < high
     sizes = np.bincount(member.sum(1).astype(int), minlength=N + 1)
     expected = stats.binom(N, 0.2).pmf(np.arange(N + 1)) * steps
-    groups = np.clip(np.arange(N + 1), 1, 12)  # so that each expects some
+    groups = np.clip(np.arange(N + 1), 1, 12)  # so that each group has an expected count
     found, wanted = (np.bincount(groups, weights=x)[1:] for x in (sizes, expected))
     assert stats.chisquare(found, wanted * found.sum() / wanted.sum()).pvalue > 1e-8
 
 
-def test_with_bands_an_example_has_a_turn_in_each_of_so_many_steps():
+def test_with_bands_an_example_is_eligible_once_per_cycle():
     turns: list[set[int]] = [set() for _ in range(N)]
     for i, batch in enumerate(batches(bands=3, expected=4.0, steps=60)):
         for number in drawn(batch):
@@ -54,7 +54,7 @@ def test_with_bands_an_example_has_a_turn_in_each_of_so_many_steps():
     assert len({min(turn) for turn in turns}) == 3
 
 
-def test_batches_from_a_step_on_are_those_of_the_whole_run():
+def test_batches_from_a_later_step_equal_those_of_the_whole_run():
     whole = list(batches())
     for start in (0, 1, 17, 50):
         rest = list(batches(start=start))
@@ -77,7 +77,7 @@ def test_batches_end_after_the_run():
 
 @pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray])
 @pytest.mark.parametrize("dtype", [np.float32, np.int32, np.uint8, bool, jnp.bfloat16])
-def test_padding_is_of_no_example(as_array, dtype):
+def test_padding_contains_no_example(as_array, dtype):
     data = {"x": as_array(np.ones((N, 2, 1)), dtype), "y": as_array(np.arange(1, N + 1))}
     for batch in batches((data, as_array(np.full(N, 7)))):
         (found, more), padding = batch.arguments, batch.is_padding_example
@@ -108,7 +108,7 @@ def test_sizes_hold_nearly_every_batch_and_little_else(n, expected):
     assert waste < max(1.0, 1.5 * count.std() + 4)
 
 
-def test_a_batch_beyond_the_sizes_is_not_cut():
+def test_a_batch_beyond_the_sizes_is_not_truncated():
     for batch in batches(sizes=(3,), steps=50):
         size = len(batch.is_padding_example)
         assert size % 3 == 0
@@ -155,6 +155,6 @@ def test_sizes_can_be_computed_in_microbatches():
 
 
 @pytest.mark.parametrize("sizes", [(), (0, 3), (True,), (2.0,), 8])
-def test_sizes_that_are_none_are_refused(sizes):
+def test_invalid_sizes_are_refused(sizes):
     with pytest.raises(ValueError, match=r"^DPSGD.batches: sizes must be ints of at least 1, but got "):
         batches(sizes=sizes)

@@ -36,7 +36,7 @@ value_and_gradient = jax.jit(jax.value_and_grad(loss))
 
 @cache
 def one_by_one(clip: float) -> tuple[Any, Any]:
-    """The slow obvious reference: a gradient at a time; the sum of the clipped ones, and their norms."""
+    """Return the sum of the clipped gradients and their norms, computed one gradient at a time."""
     total, norms = jax.tree.map(np.zeros_like, PARAMS), []
     for i in range(len(X)):
         _, gradient = jax.tree.map(np.asarray, value_and_gradient(PARAMS, X[i : i + 1], Y[i : i + 1]))
@@ -50,7 +50,7 @@ def assert_close(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
     chex.assert_trees_all_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_the_helper_sees_differences() -> None:
+def test_the_helper_detects_differences() -> None:
     with pytest.raises(AssertionError, match="close"):
         assert_close(jnp.ones(2), 1.001 * jnp.ones(2))
 
@@ -77,7 +77,7 @@ def test_the_sum_is_that_of_a_loop(method: str, microbatch_size: Any) -> None:
 
 
 @METHODS
-def test_bounds_of_nothing_and_without_end(method: str) -> None:
+def test_zero_and_infinite_bounds(method: str) -> None:
     options: Any = {"batch_argnums": (1, 2), "method": method}
     of = lambda clip, **more: jax.jit(clipped_grad(loss, l2_clip_norm=clip, **options, **more))
     zeros = jax.tree.map(jnp.zeros_like, PARAMS)
@@ -92,7 +92,7 @@ def test_bounds_of_nothing_and_without_end(method: str) -> None:
 
 
 @METHODS
-def test_padding_and_what_is_not_finite_contribute_nothing(method: str) -> None:
+def test_padding_and_non_finite_gradients_contribute_nothing(method: str) -> None:
     of = jax.jit(clipped_grad(loss, l2_clip_norm=1.37, batch_argnums=(1, 2), method=method, return_grad_norms=True))
     expected, _ = of(PARAMS, X[:4], Y[:4])
     broken = X.copy()
@@ -185,7 +185,7 @@ def next_token(model: Any, tokens: Any) -> Any:
 TOKENS = np.arange(40).reshape(5, 8) * 7 % 11
 
 
-def test_modules_and_what_is_said_of_them() -> None:
+def test_modules_and_their_explanation() -> None:
     model = Net(nnx.Rngs(0))
     of = clipped_grad(next_token, l2_clip_norm=0.5, return_grad_norms=True)
     found, aux = jax.jit(of)(model, TOKENS)
@@ -303,12 +303,12 @@ class Counting(nnx.Module):
         ),
     ],
 )
-def test_options_without_a_meaning_are_refused_at_once(options: Any, error: Any, match: str) -> None:
+def test_invalid_options_are_refused_at_once(options: Any, error: Any, match: str) -> None:
     with pytest.raises(error, match=f"^clipped_grad: {match}"):
         clipped_grad(loss, **{"l2_clip_norm": 1.0, **options})
 
 
-def test_calls_without_a_meaning_are_refused() -> None:
+def test_invalid_calls_are_refused() -> None:
     refused = lambda error, match: pytest.raises(error, match=f"^clipped_grad: {match}")
     of = clipped_grad(loss, l2_clip_norm=1.0, batch_argnums=(1, 2))
     with refused(ValueError, r"`x` has 6 examples, but `y` has 5; pass the same number"):
@@ -355,7 +355,7 @@ def test_the_sensitivity_needs_its_library(monkeypatch: pytest.MonkeyPatch) -> N
         of.sensitivity()
 
 
-def test_what_auto_takes_depends_on_the_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choice_of_auto_depends_on_shapes_only(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = lambda params, x: jnp.sum(jnp.tanh(jnp.tanh(x @ params["a"]) @ params["b"]))
     params = {name: np.sin(np.arange(256.0**2)).reshape(256, 256).astype(np.float32) / 16 for name in "ab"}
     long, short = (np.cos(np.arange(2.0 * n * 256)).reshape(2, n, 256).astype(np.float32) for n in (120, 3))

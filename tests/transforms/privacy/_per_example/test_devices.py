@@ -1,4 +1,4 @@
-"""A batch over four devices gives what it gives on one. This file is also the script that has them: tests have one."""
+"""A batch over four devices gives the results of one device. This file is also the script that has four devices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 from plurax.transforms import clipped_grad, per_sample_grad, per_sample_norm, vmap
 from plurax.transforms.privacy import DPSGD, Batch
 
-# All in one worker: what they ask is found once.
+# All in one worker, which runs the script once.
 pytestmark = pytest.mark.xdist_group("four devices")
 
 BATCH, METHODS = 8, ("vmap", "ghost", "book_keeping")
@@ -46,9 +46,9 @@ OPTIONS: dict[str, Any] = {"l2_clip_norm": 0.5, "batch_argnums": (1, 2, 3), "ret
 
 
 def loss(params: Any, x: Any, tokens: Any, labels: Any) -> Any:
-    """Positions, rows of a table, a bias and a convolution."""
+    """Return a loss with positions, table rows, a bias and a convolution."""
     hidden = jnp.tanh((x + params["table"][tokens]) @ params["hidden"] + params["bias"])
-    form = ("NWC", "WIO", "NWC")  # of which XLA divides the derivatives among devices wrongly, where they are mapped
+    form = ("NWC", "WIO", "NWC")  # XLA partitions its mapped derivative incorrectly
     logits = lax.conv_general_dilated(hidden, params["kernel"], (1,), "SAME", dimension_numbers=form)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
@@ -60,12 +60,12 @@ def mesh_of(**axes: int) -> Any:
 def assert_close(actual: Any, expected: Any) -> None:
     actual, expected = ((sums, tuple(aux)) for sums, aux in (actual, expected))
     chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
-    actual, expected = jax.tree.map(np.asarray, (actual, expected))  # from wherever they are
+    actual, expected = jax.tree.map(np.asarray, (actual, expected))  # to the host
     chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def spread(mesh: Any, xs: Any) -> Any:
-    """Arrays with the examples over the devices of the first axis of a mesh."""
+    """Shard the examples over the first axis of a mesh."""
     return jax.device_put(xs, NamedSharding(mesh, P(mesh.axis_names[0])))
 
 
@@ -76,7 +76,7 @@ def on_one_device() -> Any:
 
 @cache
 def on_four_devices(method: str, microbatch_size: int | None = None) -> tuple[Any, set[str]]:
-    """The result, and what the devices exchange for it."""
+    """Return the result, and the collectives in its program."""
     of = clipped_grad(loss, **OPTIONS, method=method, microbatch_size=microbatch_size)
     args = (PARAMS, *spread(mesh_of(data=4), (*EXAMPLES, PADDING)))
     program = jax.jit(lambda *args: of(*args[:-1], is_padding_example=args[-1])).lower(*args).compile()
@@ -97,14 +97,14 @@ def jit_in_parts(method: str) -> None:
 
 
 def jit_in_parts_that_stay_where_they_are(method: str) -> None:
-    """Each part has examples of all devices, so that none waits and none is sent."""
+    """Each microbatch has examples of all devices, so that no device waits and no example is sent."""
     found, exchanged = on_four_devices(method, 4)
     assert exchanged == {"all-reduce"}
     assert found[1].grad_norms.sharding.spec == P("data")
 
 
 def keys(method: str) -> None:
-    """An example's key does not depend on where it is."""
+    """An example's key does not depend on its device."""
 
     def noisy(params: Any, x: Any, key: Any) -> Any:
         return jnp.sum(jnp.sin(x @ params["hidden"]) * jax.random.uniform(key, (4,)))
@@ -116,7 +116,7 @@ def keys(method: str) -> None:
 
 
 def of_each_device(method: str, microbatch_size: int | None = None, **options: Any) -> Any:
-    """Each device has some examples, and their sums are added."""
+    """Each device has some examples, and the sums are added."""
     of = clipped_grad(loss, **OPTIONS, method=method, microbatch_size=microbatch_size)
 
     def of_some(params: Any, *examples: Any) -> Any:
@@ -133,7 +133,7 @@ def shard_map_unchecked(method: str) -> None:
 
 
 def shard_map(method: str) -> None:
-    """Here gradients of parameters that all devices share are added up over them: not before their norms are taken."""
+    """JAX sums gradients of replicated parameters over devices, which must not happen before their norms are taken."""
     assert_close(of_each_device(method), on_one_device())
 
 
@@ -149,7 +149,7 @@ def shard_map_of_norms(method: str) -> None:
 
 
 def shard_map_of_members(method: str) -> None:
-    """Each device has a model, and all have the same examples."""
+    """Each device has its own model, and all have the same examples."""
     stacked = jax.tree.map(lambda x: np.stack([x * scale for scale in (1, 2, 3, 4)]), PARAMS)
     of = clipped_grad(loss, **OPTIONS, method=method)
 
@@ -163,7 +163,7 @@ def shard_map_of_members(method: str) -> None:
 
 
 def shard_map_of_what_is_combined(method: str) -> None:
-    """Where a loss adds up over devices, it is not that of one example, and its gradient is not of one either."""
+    """A loss that sums over devices is not a loss of one example, nor is its gradient."""
     of = clipped_grad(lambda w, x: lax.psum(jnp.sum(x @ w), "data"), l2_clip_norm=1.0, method=method)
     for check_vma in (True, False):
         specs: dict[str, Any] = {"in_specs": (P(), P("data")), "out_specs": P("data"), "check_vma": check_vma}
@@ -173,7 +173,7 @@ def shard_map_of_what_is_combined(method: str) -> None:
 
 
 def spmd_axis_name(method: str) -> None:
-    """A loss that is itself over devices has its examples over the others."""
+    """A loss that is itself sharded, with its examples over the remaining devices."""
     mesh = mesh_of(data=2, model=2)
     product = jax.shard_map(
         lambda x, w: lax.psum(x @ w, "model"),
@@ -192,7 +192,7 @@ def spmd_axis_name(method: str) -> None:
 
 
 def explicit(method: str, **options: Any) -> None:
-    """A mesh as `jax.make_mesh` makes it, set or not: the type of an array says how it is divided."""
+    """A mesh from `jax.make_mesh`, set or not: the sharding is part of an array's type."""
     of = clipped_grad(loss, **OPTIONS, method=method, **options)
     args = (PARAMS, *spread(jax.make_mesh((4,), ("data",)), EXAMPLES))
     for place in (contextlib.nullcontext(), jax.set_mesh(jax.make_mesh((4,), ("data",)))):
@@ -208,7 +208,7 @@ def explicit_in_parts(method: str) -> None:
 
 
 def explicit_parameters(method: str) -> None:
-    """Parameters are divided over another axis, or over that of the examples, and so are their sums."""
+    """Parameters, and so their sums, are sharded over another axis or over that of the examples."""
 
     def model(params: Any, x: Any, tokens: Any) -> Any:
         return jnp.mean(jnp.tanh(x @ params["hidden"] + params["bias"]) ** 2) + jnp.mean(params["table"][tokens])
@@ -281,14 +281,14 @@ def each(method: str) -> None:
 
 
 def chunks_of_convolutions(method: str) -> None:
-    """One example at a time, which no chunk is smaller than: XLA's mapped derivative is wrong there."""
+    """One example at a time, the smallest chunk: XLA's mapped derivative is wrong for larger ones."""
     of = per_sample_grad(loss, batch_argnums=(1, 2, 3), chunk_size=2)
     gradients = jax.jit(of)(PARAMS, *spread(mesh_of(data=4), EXAMPLES))
     assert_close(({}, (jax.vmap(optax.tree.norm)(gradients),)), ({}, (on_one_device()[1].grad_norms,)))
 
 
 def explicit_maps(method: str) -> None:
-    """`vmap` of what is divided and what is not; each device takes chunks of its own slices."""
+    """`vmap` of sharded and replicated arguments; each device computes chunks of its own slices."""
     mesh = jax.make_mesh((4,), ("data",))
     shared = jax.device_put(PARAMS["hidden"], NamedSharding(mesh, P()))
     x, number = spread(mesh, EXAMPLES[0]), np.arange(float(BATCH), dtype=np.float32)
@@ -303,7 +303,7 @@ def explicit_maps(method: str) -> None:
 
 
 def explicit_kinds(method: str) -> None:
-    """Modules, auxiliary outputs, arguments that all share, keys, transforms of gradients, and what is closed over."""
+    """Modules, auxiliary outputs, shared arguments, keys, gradient transforms, and closed-over arrays."""
     mesh = jax.make_mesh((4,), ("data",))
     x = spread(mesh, EXAMPLES[0])
     model = nnx.Linear(6, 3, rngs=nnx.Rngs(0))
@@ -350,13 +350,13 @@ def auto(method: str) -> None:
 
 
 def wrong(method: str) -> None:
-    """What must be reported."""
+    """A check that must fail."""
     assert_close(({"w": np.ones(2)}, ()), ({"w": np.full(2, 1.001)}, ()))
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
-    """What went wrong on four devices, for each way and method: a traceback, or nothing."""
+    """Return a traceback from four devices, or an empty string, for each check and method."""
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-W", "error", __file__]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
@@ -372,7 +372,7 @@ def test_four_devices_give_what_one_gives(way: Any, method: str, outcomes: dict[
     assert not failure, failure
 
 
-def test_each_gradient_what_is_chosen_and_what_fails(outcomes: dict[str, str]) -> None:
+def test_per_sample_gradients_choices_and_failures(outcomes: dict[str, str]) -> None:
     assert not outcomes["each"], outcomes["each"]
     assert not outcomes["chunks_of_convolutions"], outcomes["chunks_of_convolutions"]
     assert not outcomes["explicit_maps"], outcomes["explicit_maps"]

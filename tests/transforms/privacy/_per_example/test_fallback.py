@@ -1,4 +1,4 @@
-"""Where an operation allows no other way, `jax.grad` of one example after another is taken, and `explain` says so."""
+"""Where an operation has no rule, `jax.grad` is taken one example at a time, and `explain` reports it."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ PARAMS = {"w": np.cos(np.arange(12.0)).reshape(3, 4).astype(np.float32), "b": np
 
 
 def in_groups(params: Any, x: Any) -> Any:
-    """A mixture of experts, whose operation JAX cannot map."""
+    """A mixture of experts with an operation that JAX cannot map."""
     experts = jnp.stack([params["w"], jnp.sin(params["w"])])
     sizes = jnp.stack([x[0, 0] > 0, x[0, 0] <= 0]).astype(jnp.int32)
     return jnp.sum((lax.ragged_dot(x, experts, sizes) + params["b"]) ** 2)
 
 
 def behind_a_loop(params: Any, x: Any) -> Any:
-    """A loop on parameters and data without a derivative, which it needs none of."""
+    """A loop over parameters and data that has no derivative and needs none."""
     hidden = x[0] @ params["w"] + params["b"]
     grown = lax.while_loop(lambda h: jnp.sum(h**2) < 50, lambda h: 1.5 * h + params["b"] ** 2, hidden)
     return jnp.sum(hidden * lax.stop_gradient(grown))
 
 
 def through_a_reference(params: Any, x: Any) -> Any:
-    """What is read of a mutable array depends on what was written into it."""
+    """Values read from a mutable array depend on earlier writes."""
     hidden = jax.new_ref(jnp.ones(4))
     hidden[...] = x[0] @ params["w"]
     for _ in range(2):
@@ -55,7 +55,7 @@ def assert_close(actual: Any, expected: Any) -> None:
 @METHODS
 @pytest.mark.parametrize("microbatch_size", [None, 1])
 @pytest.mark.parametrize("loss", [in_groups, behind_a_loop, through_a_reference])
-def test_what_a_method_cannot_do_is_done_for_one_after_another(loss: Any, microbatch_size: Any, method: str) -> None:
+def test_unsupported_operations_run_one_example_at_a_time(loss: Any, microbatch_size: Any, method: str) -> None:
     total, norms, _ = one_by_one(loss, 1.5)
     assert (norms > 1.5).any()
     options = {"l2_clip_norm": 1.5, "method": method, "microbatch_size": microbatch_size}
@@ -65,7 +65,7 @@ def test_what_a_method_cannot_do_is_done_for_one_after_another(loss: Any, microb
         assert_close((found, aux.grad_norms), (total, norms))
     assert_close(per_sample_norm(loss, method=method)(PARAMS, X), norms)
     report = of.explain(PARAMS, X)
-    if loss is in_groups or method != "vmap":  # JAX can map the others
+    if loss is in_groups or method != "vmap":  # JAX can map the other losses
         assert (report.method, report.examples) == ("vmap", 1)
     if microbatch_size is None and report.examples == 1:
         assert report.why.startswith("one example at a time; method=")
@@ -74,12 +74,12 @@ def test_what_a_method_cannot_do_is_done_for_one_after_another(loss: Any, microb
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 2}, {"memory_budget": "1MiB"}])
-def test_gradients_of_what_cannot_be_mapped(options: Any) -> None:
+def test_gradients_of_operations_without_batching(options: Any) -> None:
     _, _, gradients = one_by_one(in_groups, 1.0)
     assert_close(jax.jit(per_sample_grad(in_groups, **options))(PARAMS, X), gradients)
 
 
-def test_a_transform_that_cannot_be_mapped() -> None:
+def test_a_transform_without_batching() -> None:
     def transform(gradients: Any) -> Any:
         return lax.ragged_dot(gradients["w"], jnp.ones((2, 4, 2)), jnp.array([1, 2], jnp.int32))
 
@@ -89,7 +89,7 @@ def test_a_transform_that_cannot_be_mapped() -> None:
 
 
 @METHODS
-def test_an_error_of_the_loss_is_that_of_the_loss(method: str) -> None:
+def test_an_error_of_the_loss_is_raised_unchanged(method: str) -> None:
     def loss(params: Any, x: Any) -> Any:
         return jnp.sum(x @ params["w"].T)
 
@@ -98,7 +98,7 @@ def test_an_error_of_the_loss_is_that_of_the_loss(method: str) -> None:
 
 
 @METHODS
-def test_an_error_of_a_backward_rule_is_that_of_the_rule(method: str) -> None:
+def test_an_error_of_a_backward_rule_is_raised_unchanged(method: str) -> None:
     @jax.custom_vjp
     def rule(x: Any) -> Any:
         return x

@@ -24,7 +24,7 @@ from plurax.transforms import clipped_grad, per_sample_grad, per_sample_norm
 BATCH = 5
 METHODS = ("ghost", "book_keeping")
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 3e-2}
-QUICK: Any = {"xla_backend_optimization_level": 0}  # most of the time is the compiler's, even at conftest.py's level 1
+QUICK: Any = {"xla_backend_optimization_level": 0}  # most of the time is compilation, even at conftest.py's level 1
 
 
 def dense(p: Any, x: Any) -> Any:
@@ -58,7 +58,7 @@ def mlp(p: Any, x: Any) -> Any:
     return dense(p["dense2"], jax.nn.relu(dense(p["dense1"], x)))
 
 
-# The network of PyTorch's tutorial on per-sample gradients, in small.
+# A small version of the network in PyTorch's tutorial on per-sample gradients.
 
 
 class CNN(nnx.Module):
@@ -96,7 +96,7 @@ def cnn(p: Any, x: Any) -> Any:
     return dense(p["dense2"], jax.nn.relu(dense(p["dense1"], x)))
 
 
-# A block of a ResNet that makes the image smaller.
+# A ResNet block that downsamples the image.
 
 
 class ResNetBlock(nnx.Module):
@@ -124,7 +124,7 @@ def resnet_block(p: Any, x: Any) -> Any:
     return dense(p["dense"], jax.nn.relu(y + convolve(p["shortcut"], x, (2, 2))).mean((1, 2)))
 
 
-# Depthwise and pointwise convolutions; convolutions of a sequence.
+# Depthwise and pointwise convolutions; convolutions over a sequence.
 
 
 class Separable(nnx.Module):
@@ -160,7 +160,7 @@ def conv1d(p: Any, x: Any) -> Any:
     return dense(p["dense"], jax.nn.gelu(convolve(p["conv2"], x, (3,))).mean(1))
 
 
-# A transformer with an embedding that is its output layer too.
+# A transformer whose embedding is also its output layer.
 
 VOCABULARY, WIDTH, HEADS = 40, 16, 2
 
@@ -180,7 +180,7 @@ class Block(nnx.Module):
 
 class Transformer(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, length: int = 64, blocks: int = 2) -> None:
-        # A `float` is of 64 bits where these are on; without it the layer would compute in 32 bits for ever.
+        # `float` has 64 bits where x64 is on; without it the layer would always compute in 32 bits.
         self.embed = nnx.Embed(VOCABULARY, WIDTH, param_dtype=float, rngs=rngs)
         self.position = nnx.Param(jnp.zeros((length, WIDTH)))
         self.blocks = nnx.List([Block(rngs) for _ in range(blocks)])
@@ -235,7 +235,7 @@ def transformer(p: Any, tokens: Any) -> Any:
     return x @ p["embed"]["embedding"].T
 
 
-# Recurrent cells over time. The first state has the dtype of the inputs.
+# Recurrent cells over time. The initial state has the dtype of the inputs.
 
 
 class Recurrent(nnx.Module):
@@ -290,7 +290,7 @@ def gru(p: Any, x: Any) -> Any:
     return dense(p["dense"], lax.scan(step, zeros(x), x.swapaxes(0, 1))[0])
 
 
-# Layers that are one array with an axis for the layers.
+# Stacked layers: one array with a layer axis.
 
 
 class Stacked(nnx.Module):
@@ -327,11 +327,11 @@ def stacked(p: Any, x: Any, layer: Callable[..., Any] = layer) -> Any:
     return dense(p["dense"], lax.scan(layer, x, p["layer"])[0])
 
 
-# Layers with a frozen base and low-rank changes of it.
+# Layers with a frozen base and low-rank updates.
 
 
 class Frozen(nnx.Variable[Any]):
-    """What does not train."""
+    """A variable that does not train."""
 
 
 class LoRA(nnx.Module):
@@ -346,7 +346,7 @@ class LoRA(nnx.Module):
 
 
 class TrainableLoRA(nnx.Module):
-    """As it comes, every array of it trains."""
+    """By default, every array trains."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.adapted = nnx.LoRALinear(6, 7, lora_rank=2, rngs=rngs)
@@ -368,7 +368,7 @@ def lora_of_states(p: Any, x: Any, base: Any) -> Any:
     return model(x)
 
 
-# A layer whose kernel has a direction and lengths.
+# A layer whose kernel is split into direction and norms.
 
 
 class WeightNormed(nnx.Module):
@@ -395,7 +395,7 @@ def weight_normed(p: Any, x: Any) -> Any:
 
 
 def table(**rules: str) -> dict[str, set[str]]:
-    """The rules by the parameter, of the parameters by the rule."""
+    """Return the set of rules of each parameter, from the parameters of each rule."""
     found = defaultdict(set)
     for rule, paths in rules.items():
         for path in paths.split():
@@ -404,7 +404,7 @@ def table(**rules: str) -> dict[str, set[str]]:
 
 
 def transformer_rules(blocks: list[str], product: str) -> dict[str, set[str]]:
-    """Those of a transformer, whose dense layers have the rule `product`."""
+    """Return the rules of a transformer; its dense layers have the rule `product`."""
     each = lambda names: " ".join(f"{block}.{name}" for block in blocks for name in names.split())
     products = each("attention.query.kernel attention.key.kernel attention.value.kernel attention.out.kernel")
     products += " " + each("up.kernel down.kernel")
@@ -414,12 +414,12 @@ def transformer_rules(blocks: list[str], product: str) -> dict[str, set[str]]:
 
 
 class Model(NamedTuple):
-    """A network, and how the gradients of its parameters are taken.
+    """A network, and the gradient rules of its parameters.
 
     Attributes:
       network: a class of NNX modules, a Linen module, or a function of parameters and inputs.
       inputs: the shape of the inputs.
-      rules: of each parameter.
+      rules: the rules of each parameter.
       like: for a function, the class that has the same parameters, or their shapes.
       frozen: for a function, the shapes of a last argument, which does not train.
     """
@@ -432,7 +432,7 @@ class Model(NamedTuple):
 
 
 FLAT, IMAGE, SEQUENCE, STEPS = (BATCH, 6), (BATCH, 9, 7, 2), (BATCH, 7, 6), (BATCH, 3, 6)
-LONG, SHORT = (BATCH, 64), (BATCH, 4)  # texts
+LONG, SHORT = (BATCH, 64), (BATCH, 4)  # token sequences
 PERCEPTRON = table(outer_product="dense1.kernel dense2.kernel", dense="dense1.bias dense2.bias")
 CONVOLUTIONS = PERCEPTRON | table(dense="conv1.kernel conv1.bias conv2.kernel conv2.bias")
 LAST = table(outer_product="dense.kernel", dense="dense.bias")
@@ -535,19 +535,19 @@ MODELS: dict[str, Model] = {
 
 
 def filled(tree: Any, dtype: Any) -> Any:
-    """Numbers in place of shapes."""
+    """Replace shapes with random arrays."""
     rng = np.random.default_rng(0)
     of_leaf = lambda x: jnp.asarray(rng.normal(size=getattr(x, "shape", x)) / 3, dtype)
     return jax.tree.map(of_leaf, tree, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def module(of: Callable[[nnx.Rngs], Any]) -> Any:
-    """A module with shapes for arrays."""
+    """Return a module with shapes in place of arrays."""
     return nnx.eval_shape(lambda: of(nnx.Rngs(0)))
 
 
 def build(name: str, dtype: Any = jnp.float32) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The loss of a model of the table, and its arguments."""
+    """Return the loss of a model in the table, and its arguments."""
     network, shape, _, like, frozen = MODELS[name]
     rng = np.random.default_rng(1)
     if shape in (LONG, SHORT):
@@ -573,7 +573,7 @@ def build(name: str, dtype: Any = jnp.float32) -> tuple[Callable[..., Any], tupl
 
 
 def of_every_method(loss: Callable[..., Any], args: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """By the method: the norms; the sum of the gradients clipped to the mean of those, with all that comes with it."""
+    """Return by method the norms, and the clipped sum with its auxiliary outputs; the bound is the mean norm."""
     value = lambda *args: loss(*args)[0]
     norms = {method: per_sample_norm(value, batch_argnums=(1, 2), method=method)(*args) for method in METHODS}
     options: Any = {"batch_argnums": (1, 2), "return_values": True, "return_grad_norms": True}
@@ -589,20 +589,20 @@ def words(text: str) -> list[str]:
 
 
 def paths(gradients: Any) -> set[str]:
-    """Those of all its arrays, with dots."""
+    """Return the dotted paths of all arrays."""
     pure = nnx.to_pure_dict(gradients) if isinstance(gradients, nnx.State) else gradients
     return {".".join(words(jax.tree_util.keystr(path))) for path, _ in jax.tree.leaves_with_path(pure)}
 
 
 def assert_close(actual: Any, expected: Any, tolerance: float) -> None:
-    """Equal structures, shapes and dtypes; values that differ little beside the largest one of their array."""
+    """Assert equal structures, shapes and dtypes, and close values, relative to the largest one of each array."""
     chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
     sizes = jax.tree.map(lambda x: float(np.abs(x).max()) or 1.0, expected)
     actual, expected = (jax.tree.map(lambda x, size: np.float64(x) / size, tree, sizes) for tree in (actual, expected))
     chex.assert_trees_all_close(actual, expected, rtol=0, atol=tolerance)
 
 
-def test_the_helper_sees_differences() -> None:
+def test_the_helper_detects_differences() -> None:
     for size in (1e-6, 1.0, 1e6):
         small = {"x": size * np.array([1.0, 1e-3])}
         assert_close({"x": small["x"] + size * np.array([0, 0.9e-5])}, small, 1e-5)
@@ -614,8 +614,8 @@ def test_the_helper_sees_differences() -> None:
 
 LIKE_MODULES = [name for name, model in MODELS.items() if callable(model.like)]
 IN_FLOAT64 = {name for name, model in MODELS.items() if not model.like} | {"transformer", "short transformer"}
-IN_FLOAT64 -= {"transformer, NNX"}  # which takes a softmax in float32 even of float64
-# Not the transformers: of bfloat16, every method is 6 % away from float32 at the keys.
+IN_FLOAT64 -= {"transformer, NNX"}  # takes a softmax in float32 even of float64
+# Transformers are excluded: in bfloat16, every method differs from float32 by 6 % at the keys.
 IN_BFLOAT16 = ["MLP, NNX", "CNN"]
 CASES = [(name, "float64" if name in IN_FLOAT64 else "float32") for name in MODELS]
 CASES += [(name, "bfloat16") for name in IN_BFLOAT16]
@@ -630,14 +630,14 @@ def test_every_method_gives_the_same(name: str, dtype: str) -> None:
         assert {str(leaf.dtype) for leaf in jax.tree.leaves((gradients, aux.values, aux.aux))} == {dtype}
         assert paths(gradients) == set(MODELS[name].rules)
         assert aux.grad_norms.min() > 0
-        assert aux.grad_norms.max() > 1.05 * aux.grad_norms.min()  # so some are clipped, and some are not
+        assert aux.grad_norms.max() > 1.05 * aux.grad_norms.min()  # some gradients are clipped, and some are not
         for method in METHODS:
             assert_close(norms[method], aux.grad_norms, TOLERANCES[dtype])
             assert_close(found[method], found["vmap"], TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("name", LIKE_MODULES)
-def test_functions_compute_what_modules_do(name: str) -> None:
+def test_functions_equal_modules(name: str) -> None:
     loss, args = build(name)
     model = module(MODELS[name].like)
     nnx.update(model, args[0])
@@ -675,7 +675,7 @@ def test_everything_is_compiled_together_and_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_said_of_each_parameter(name: str) -> None:
+def test_the_explanation_of_each_parameter(name: str) -> None:
     loss, args = build(name)
     of = clipped_grad(loss, 0, True, l2_clip_norm=1.0, batch_argnums=(1, 2), method="book_keeping")
     report = of.explain(*args)

@@ -1,4 +1,4 @@
-"""Norms and weighted sums of per-sample gradients, against `jax.vmap(jax.grad)`, for programs of every kind."""
+"""Norms and weighted sums of per-sample gradients against `jax.vmap(jax.grad)`, for programs of every kind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def array(*shape: int) -> np.ndarray:
 
 
 def total(x: Any) -> Any:
-    """A scalar in which no two numbers count alike."""
+    """Return a weighted sum in which every entry has another weight."""
     return jnp.sum(jnp.sin(x) * (1 + jnp.arange(x.size).reshape(x.shape) / 7))
 
 
@@ -113,12 +113,12 @@ def looped(p: Any, x: Any) -> Any:
 
 ROWS, VECTOR, INDEX = array(BATCH, 7, 3), array(BATCH, 3), RNG.integers(9, size=(BATCH, 7))
 IMAGE = array(BATCH, 7, 6, 2)
-# So wide that both factors of a gradient are smaller than the gradient.
+# Wide enough that both factors of a gradient are smaller than the gradient.
 FEW, WIDER = array(BATCH, 3, 16), {"w": array(16, 12), "b": array(12), "u": array(12, 12)}
 SQUARE, WIDE = array(3, 3), array(3, 6)
 STACK = {"w": array(4, 16, 16), "b": array(4, 16)}
 
-# The loss, the parameters, the examples, and the rules that are taken.
+# The loss, the parameters, the examples, and the rules used.
 PROGRAMS: dict[str, tuple[Any, Any, Any, str]] = {
     "perceptron": (mlp, {"w": WIDE, "b": array(6), "v": array(6, 4)}, VECTOR, "dense, outer product, outer product"),
     "positions": (mlp, {"w": array(16, 12), "b": array(12), "v": array(12, 9)}, FEW,
@@ -133,7 +133,7 @@ PROGRAMS: dict[str, tuple[Any, Any, Any, str]] = {
                                    VECTOR, "outer product, outer product"),
     "out of a jitted function": (split_up, WIDE, VECTOR, "dense, dense"),
     "scaled": (lambda p, x: total(jnp.sin(x @ (p / jnp.sqrt(3.0))) @ (p * -0.5).T), WIDE, VECTOR, "dense, dense"),
-    "scaled alike": (lambda p, x: total(jnp.sin(x @ (2 * p)) @ (2 * p)), SQUARE, ROWS, "dense, dense"),
+    "scaled equally": (lambda p, x: total(jnp.sin(x @ (2 * p)) @ (2 * p)), SQUARE, ROWS, "dense, dense"),
     "scaled once": (lambda p, x: total(x @ (jnp.sqrt(3.0) * p).T), array(12, 16), FEW, "dense"),
     "a number that divides": (lambda p, x: total(x * (jnp.sqrt(3.0) / p)), array(), FEW, "dense"),
     "scaled and decayed": (lambda p, x: total(x @ (p / jnp.sqrt(3.0))) + decay(p), array(16, 12), FEW,
@@ -202,12 +202,12 @@ PROGRAMS: dict[str, tuple[Any, Any, Any, str]] = {
                             "dense, outer product"),
     "loops in a loop": (nested, {"w": array(4, 16, 16), "u": array(16, 16)}, FEW, "dense, outer product"),
     "parameters carried": (carried, {"w": SQUARE, "u": array(3, 3)}, ROWS, "dense, dense"),
-    "layers by number": (looped, array(3, 3, 3), VECTOR, "dense"),
+    "layers by index": (looped, array(3, 3, 3), VECTOR, "dense"),
     "a branch": (lambda p, x: lax.cond(x[0] > 0, lambda: total(x @ p), lambda: total(2 * x @ p)), WIDE, VECTOR,
                  "dense"),
     "a choice": (lambda p, x: total(jnp.where(x > 0, p["a"], p["b"]) * x), {"a": array(3), "b": array(3)}, VECTOR,
                  "dense, dense"),
-    "a rule of one's own": (ruled, WIDE, VECTOR, "dense"),
+    "a custom rule": (ruled, WIDE, VECTOR, "dense"),
     "stopped": (lambda p, x: total(x @ p * lax.stop_gradient(p).sum()), WIDE, VECTOR, "outer product"),
     "compared": (lambda p, x: total(jnp.where(p[0] > x[0], 1.0, 2.0) * (x @ p)), WIDE, VECTOR, "outer product"),
 }  # fmt: skip
@@ -224,7 +224,7 @@ def assert_close(actual: Any, expected: Any) -> None:
     chex.assert_trees_all_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
-def test_the_helper_sees_differences() -> None:
+def test_the_helper_detects_differences() -> None:
     with pytest.raises(AssertionError, match="close"):
         assert_close(jnp.ones(2), jnp.ones(2) + 1e-8)
 

@@ -1,4 +1,4 @@
-"""Operations in which a gradient goes another way than one expects: every method gives what `jax.grad` of each does."""
+"""Operations with unusual gradient paths: every method gives the result of `jax.grad` per example."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plurax.transforms import clipped_grad, per_sample_grad, per_sample_norm
 METHODS = ("auto", "vmap", "ghost", "book_keeping")
 X = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
 Q = np.random.default_rng(1).normal(size=(3, 4)).astype(np.float32)
-# In range, at the end, beyond both ends by little and by much.
+# In range, at the end, slightly and far out of range.
 PLACES = np.array([[0], [2], [-1], [-4], [3], [100]])
 TABLE, STACK = (np.random.default_rng(2).normal(size=shape).astype(np.float32) for shape in [(300, 3), (2, 3, 3)])
 BYTES = np.random.default_rng(3).integers(0, 127, size=(4, 6)) * np.array([1, 1, 1, -1, 2, 1])
@@ -24,7 +24,7 @@ ZEROS = X * np.float32([[1], [0], [1], [np.nan], [np.inf]])
 
 
 def spun(x: Any) -> Any:
-    """`x` with imaginary parts."""
+    """Return `x` with imaginary parts."""
     return x[0] * jnp.exp(1j * x[0])
 
 
@@ -41,14 +41,14 @@ clipping.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
 
 
 def scaled_by_one_and(params: Any, x: Any) -> Any:
-    """The normalization of a Gemma: its scale is an operation of parameters and constants."""
+    """Gemma's normalization: its scale is computed from parameters and constants."""
     hidden = x[0] @ params["w"]
     hidden = hidden * lax.rsqrt(jnp.mean(hidden**2) + 1e-6) * (1 + params["scale"])
     return jnp.sum(hidden.astype(jnp.float32) ** 2 * jnp.arange(4))
 
 
 def tied(table: Any, tokens: Any) -> Any:
-    """Tokens in, and logits of the same tokens out."""
+    """Embed tokens, and compute logits with the same table."""
     hidden = table[tokens[0]].sum(0)
     return jnp.sum(jnp.sin((table @ hidden).astype(jnp.float32)))
 
@@ -58,7 +58,7 @@ def taking(mode: str) -> Any:
 
 
 def tied_matrices(axes: Any) -> Any:
-    """A table of matrices: rows in, which are multiplied with a transposed one."""
+    """A table of matrices: rows are looked up, then multiplied by the transposed table."""
     return lambda q, i: jnp.sum(jnp.sin(jnp.tensordot(jnp.tanh(q[i[0]]), q.transpose(0, 2, 1), axes)))
 
 
@@ -79,7 +79,7 @@ def writing(mode: str) -> Any:
 
 
 OPERATIONS: dict[str, tuple[Any, Any, Any]] = {
-    # Complex numbers on the way from real parameters.
+    # Complex intermediates of real parameters.
     "a cast": (lambda q, x: jnp.real(spun(x) @ q.astype(complex)).sum(), Q, X),
     "a sum with 0j": (lambda q, x: jnp.imag(spun(x) @ (q + 0j)).sum(), Q, X),
     "parts": (lambda q, x: jnp.abs(spun(x) @ lax.complex(q, 2 * q) + 1j).sum(), Q, X),
@@ -99,11 +99,11 @@ OPERATIONS: dict[str, tuple[Any, Any, Any]] = {
     "one row": (lambda q, i: jnp.sum(q[i[0, 0]] * jnp.arange(1.0, 5.0)), Q, PLACES),
     "one number": (lambda q, i: 3 * q[i[0, 0], i[0, 0]], Q, PLACES),
     "rows of a stack": (lambda q, i: jnp.sum(jnp.stack([q, 2 * q])[:, i[0]] ** 2), Q, PLACES),
-    # Indices of few bits, of which the height of a table is none.
+    # Narrow index types, which cannot represent the height of the table.
     "rows by uint8 of 256": (taking("clip"), TABLE[:256], BYTES.astype(np.uint8)),
     "rows by uint8 of 300": (taking("fill"), TABLE, BYTES.astype(np.uint8)),
     "rows by int8 of 300": (taking("clip"), TABLE, BYTES.astype(np.int8)),
-    # A table whose rows are taken, and which is multiplied with in another order of its other axes.
+    # A table that is indexed by rows, and multiplied with its other axes in another order.
     **{
         f"a table of matrices, over {axes}": (tied_matrices(axes), TABLE[:30].reshape(5, 3, 6)[:, :, :3], BYTES % 5)
         for axes in ([[1, 2], [1, 2]], [[1, 2], [2, 1]])
@@ -113,7 +113,7 @@ OPERATIONS: dict[str, tuple[Any, Any, Any]] = {
         TABLE[:15].reshape(5, 3, 3),
         BYTES % 5,
     ),
-    # Gradients that are not finite at zeros, and examples that hold such.
+    # Gradients that are not finite at zero, with examples that contain zeros.
     "a norm": (lambda q, x: 2 * jnp.linalg.norm(x[0] @ q), Q, ZEROS),
     "a logarithm": (lambda q, x: jnp.log(jnp.abs(x[0] @ q)).sum(), Q, ZEROS),
     "a quotient": (lambda q, x: (1 / (x[0] @ q)).sum(), Q, ZEROS),
@@ -122,7 +122,7 @@ OPERATIONS: dict[str, tuple[Any, Any, Any]] = {
         Q,
         ZEROS,
     ),
-    # Half precision, with operations of parameters and constants alone.
+    # Half precision, with operations on parameters and constants only.
     "a scale of float16": (scaled_by_one_and, half(jnp.float16), X.astype(np.float16)),
     "a scale of bfloat16": (scaled_by_one_and, half(jnp.bfloat16), X.astype(jnp.bfloat16)),
     "a table of float16": (tied, jnp.asarray(Q, jnp.float16), np.arange(30).reshape(5, 6) % 3),
@@ -147,7 +147,7 @@ OPERATIONS: dict[str, tuple[Any, Any, Any]] = {
         jnp.asarray(Q, jnp.float8_e4m3fn),
         BYTES[:, :1] % 3,
     ),
-    # Gradients, and factors of gradients, that are subnormal in float16.
+    # Gradients and factors that are subnormal in float16.
     "small numbers of float16": (
         lambda q, x: jnp.sum(x[0] @ q),
         jnp.asarray(Q, jnp.float16),
@@ -163,13 +163,13 @@ OPERATIONS: dict[str, tuple[Any, Any, Any]] = {
         jnp.asarray(5 * Q, jnp.float16),
         X.astype(np.float16),
     ),
-    # What tells zeros from their opposites.
+    # Operations that distinguish zeros by their sign.
     "the sign of zero": (
         lambda q, x: jnp.sum(jnp.where(jnp.signbit(x[0, 0] * q), 3.0, -1.0) * q * x[0, 1]),
         -np.abs(Q),
         np.abs(X) * np.float32([0, 1, 1]),
     ),
-    # A number of parameters alone whose gradient overflows unless it is multiplied by a small number first.
+    # A scalar function of the parameters whose gradient overflows unless first multiplied by a small number.
     "a number of float16": (
         lambda q, x: (
             1e-3 * (x[0, 0] * jnp.exp(10 * q[0, 0])).astype(jnp.float32) + (x[0] @ q).astype(jnp.float32).sum()
@@ -177,7 +177,7 @@ OPERATIONS: dict[str, tuple[Any, Any, Any]] = {
         jnp.ones((3, 4), jnp.float16),
         X.astype(np.float16),
     ),
-    # Parameters over what is constant for gradients, and parts put together.
+    # Parameters scaled or masked by their own values, and concatenated.
     "scaled by its largest": (lambda q, x: jnp.sin(x[0] @ (q / lax.stop_gradient(jnp.abs(q).max()))).sum(), Q, X),
     "slices scaled by their largest": (
         lambda q, x: lax.scan(
@@ -222,7 +222,7 @@ OPERATIONS: dict[str, tuple[Any, Any, Any]] = {
         Q,
         X,
     ),
-    # Backward rules that are not linear: what comes back depends on how large it is.
+    # Nonlinear backward rules: the result depends on the size of the cotangent.
     "a rule of data": (lambda q, x: 7 * clipping(x[0] @ q).sum() + (x[0] @ q).sum(), Q, X),
     "a rule of parameters": (lambda q, x: 7 * (x[0] @ clipping(q)).sum(), Q, X),
     "a rule of a number": (lambda q, x: 7 * (x[0] * clipping(q[0, 0] + q[1, 1])).sum() + x[0] @ q[:, 0], Q, X),
@@ -258,7 +258,7 @@ OPERATIONS: dict[str, tuple[Any, Any, Any]] = {
         X,
     ),
 }
-# Beside the rounding of half precision in each of them, in which gradients of one and of several examples differ.
+# Tolerances: in half precision, gradients of one and of several examples round differently.
 ROUGH = {name: 0.25 if "float8" in name else 2e-2 for name in OPERATIONS if "float" in name}
 
 
@@ -307,7 +307,7 @@ def test_gradients_are_those_of_one_example_at_a_time(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_they_are_done_by_the_method_that_is_asked_for(name: str) -> None:
+def test_the_requested_method_is_used(name: str) -> None:
     loss, params, batch = OPERATIONS[name]
     for method in METHODS[1:]:
         report = clipped_grad(loss, l2_clip_norm=1.0, method=method).explain(jax.tree.map(jnp.asarray, params), batch)
@@ -315,8 +315,8 @@ def test_they_are_done_by_the_method_that_is_asked_for(name: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_number_without_a_derivative_leaves_out_what_depends_on_it_and_no_more(method: str) -> None:
-    """The norm of parameters that are zero: its gradient is NaN, and an example that multiplies it has that."""
+def test_a_nan_derivative_excludes_only_examples_that_depend_on_it(method: str) -> None:
+    """A norm at zero parameters has a NaN gradient, and so has each example that multiplies the norm."""
 
     def loss(q: Any, x: Any) -> Any:
         return jnp.where(x[0, 0] > 0, x[0, 0] * jnp.linalg.norm(q["z"]), 0) + jnp.sum(x[0] @ q["w"])
@@ -332,7 +332,7 @@ def test_a_number_without_a_derivative_leaves_out_what_depends_on_it_and_no_more
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_norms_of_gradients_that_cancel_are_no_nan(method: str) -> None:
+def test_norms_of_cancelling_gradients_are_not_nan(method: str) -> None:
     def loss(q: Any, x: Any) -> Any:
         rows = q[x[0].astype(int) % 9]
         return sum(weight * jnp.sum(jnp.sin(rows)) for weight in (0.3, 0.7, -1.0))
@@ -351,7 +351,7 @@ def normal(seed: int, *shape: int) -> jax.Array:
 
 
 def clipped_by_hand(fun: Any, w: Any, batch: Any, bound: float) -> tuple[Any, Any]:
-    """Of the examples whose gradients are finite, one after another."""
+    """Sum the clipped finite gradients one by one; return the sum and the norms."""
     each = np.array([jax.grad(fun)(w, x) for x in batch], np.float64)
     norms = np.sqrt(np.square(each).reshape(len(each), -1).sum(1))
     weights = np.where(norms > bound, bound / np.maximum(norms, 1e-300), 1)
@@ -360,7 +360,7 @@ def clipped_by_hand(fun: Any, w: Any, batch: Any, bound: float) -> tuple[Any, An
 
 @pytest.mark.parametrize("method", ["auto", "ghost", "book_keeping"])
 @pytest.mark.parametrize("size", [1e-38, 1e18, 1e19, 1e20, 1e38])
-def test_a_huge_or_tiny_example_leaves_the_others_as_they_are(method: str, size: float) -> None:
+def test_a_huge_or_tiny_example_does_not_affect_the_others(method: str, size: float) -> None:
     of_one = clipped_grad(
         lambda w, x: jnp.sum((x @ w) / jnp.linalg.norm(w)) + x[0] * jnp.linalg.norm(w),
         l2_clip_norm=0.01,
@@ -438,7 +438,7 @@ def test_random_numbers_are_those_of_the_forward_pass(fun: Any, method: str) -> 
         lambda w: jnp.tanh(jax.lax.reduce_precision(w, 5, 2)),
     ],
 )
-def test_what_goes_back_through_a_rounding_is_rounded_in_each_turn(rounded: Any, method: str) -> None:
+def test_cotangents_are_rounded_in_each_iteration(rounded: Any, method: str) -> None:
     def fun(w: Any, x: Any) -> Any:
         return jax.lax.scan(lambda c, t: (c + rounded(w) @ x * t, None), 0.0, jnp.array([0.3, 0.7, 1.3]))[0]
 

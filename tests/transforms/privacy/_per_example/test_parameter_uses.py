@@ -1,4 +1,4 @@
-"""What counts as a rearrangement of the parameters keeps the norm of each gradient that goes back through it."""
+"""Rearrangements of parameters keep the norm of every gradient that passes through them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from plurax.transforms.privacy._per_example.parameter_uses import _REARRANGING
 from plurax.transforms.privacy._per_example.perturbations import operands
 
 W = np.random.default_rng(0).normal(size=(3, 1, 4))
-# By the operation whose place in the table is tried.
+# Keyed by the tested operation of the table.
 MOVES: dict[str, Any] = {
     "copy": jnp.array,
     "neg": lambda w: -w,
@@ -32,17 +32,17 @@ MOVES: dict[str, Any] = {
     "split": lambda w: jnp.split(w, [1], 2)[1],
     "several": lambda w: -w[1:].T.reshape(4, 2)[::2],
 }
-# What does not keep it, or not of each gradient.
+# Operations that do not keep the norm, or not of every gradient.
 OTHERS: dict[str, Any] = {
     "a cast to complex numbers": lambda w: w.astype(complex),
-    "and back": lambda w: w.astype(complex).real,
-    "a sum of none": lambda w: w + 0j,
+    "a cast to complex numbers and back": lambda w: w.astype(complex).real,
+    "adding 0j": lambda w: w + 0j,
     "rounding": lambda w: jnp.round(w),
     "clipping": lambda w: jnp.clip(w, -1, 1),
     "copies": lambda w: jnp.broadcast_to(w, (3, 2, 4)),
     "padding with itself": lambda w: jnp.pad(w, ((1, 1), (0, 0), (0, 0)), mode="edge"),
     "rows taken twice": lambda w: w[np.array([0, 0, 1])],
-    "a part beside itself": lambda w: jnp.concatenate([w[:2], w[1:]]),
+    "a part concatenated with itself": lambda w: jnp.concatenate([w[:2], w[1:]]),
     "a product": lambda w: w * jnp.arange(1.0, 5.0),
     "a factor": lambda w: 0.5 * w.T,
     "a quotient": lambda w: w / 3,
@@ -50,7 +50,7 @@ OTHERS: dict[str, Any] = {
 
 
 def layout_and_operand(move: Any, dtype: Any) -> tuple[Any, Any]:
-    """The layout of what meets the data, and the program up to there as a linear function, or None without one."""
+    """Return the layout of the rearranged parameters and the linear function to them, or None."""
 
     def loss(parameters: Any, example: Any) -> Any:
         moved = move(parameters[0])
@@ -76,7 +76,8 @@ def test_a_rearrangement_keeps_the_norm_of_every_gradient(name: str, dtype: Any)
         cotangent = np.random.default_rng(1).normal(size=out.shape).astype(out.dtype)
         (gradient,) = back(cotangent)
         np.testing.assert_allclose(np.sum(np.square(gradient)), np.sum(np.square(cotangent)), rtol=1e-6)
-        # Back and there again is where it began: it is an isometry, and no other than the program's own operation.
+        # Applying it to the gradient gives back the cotangent, so it is an isometry; and it is the program's own
+        # operation.
         np.testing.assert_allclose(linear(gradient), cotangent, rtol=1e-6)
         np.testing.assert_allclose(np.asarray(MOVES[name](w)), np.asarray(out), rtol=1e-6)
 
@@ -86,7 +87,7 @@ def test_every_operation_of_the_table_is_tried() -> None:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_is_no_rearrangement_has_no_layout(name: str) -> None:
+def test_other_operations_have_no_layout(name: str) -> None:
     with jax.enable_x64(True):
         assert layout_and_operand(OTHERS[name], jnp.float64) == (None, None)
 

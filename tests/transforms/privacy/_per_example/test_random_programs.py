@@ -1,4 +1,4 @@
-"""Random programs of parameters and data: norms and clipped sums are those of `jax.grad` of one example at a time."""
+"""Random programs of parameters and data: norms and clipped sums against `jax.grad` of one example at a time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def own_cotangent(a: Any, b: Any) -> Any:
     return jnp.sin(a) @ b
 
 
-# Neither linear nor the derivative: what comes back is what counts.
+# A nonlinear backward rule that is not the derivative; the rule is what counts.
 own_cotangent.defvjp(lambda a, b: (own_cotangent(a, b), (a, b)), lambda kept, g: (jnp.clip(g, -0.1, 0.1), g * kept[0]))
 
 
@@ -59,12 +59,12 @@ def complex_of(a: Any, b: Any) -> Any:
 
 
 def places(a: Any) -> Any:
-    """Indices of which some are negative, and some out of range."""
+    """Return indices, some negative and some out of range."""
     return jnp.floor(4 * a).astype(int)
 
 
 def well(a: Any) -> Any:
-    """A matrix that is far from singular."""
+    """Return a well-conditioned matrix."""
     return jnp.tanh(a) + 5 * jnp.eye(N)
 
 
@@ -85,7 +85,7 @@ def write_numbers(mode: str, a: Any, b: Any) -> Any:
 
 
 def write_over(mode: str, a: Any, b: Any) -> Any:
-    return a.at[places(b[1, :1])].set(b[:1], mode=mode)  # one place: of several, which is last is not said
+    return a.at[places(b[1, :1])].set(b[:1], mode=mode)  # one index: with several, the order of writes is undefined
 
 
 def batched_places(a: Any, b: Any) -> Any:
@@ -97,7 +97,7 @@ def half(dtype: Any, a: Any, b: Any) -> Any:
 
 
 def half_norm(dtype: Any, a: Any, b: Any) -> Any:
-    """As the layer that scales by one and a parameter."""
+    """A normalization with scale 1 + parameter."""
     x = b.astype(dtype)
     return (x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1) * (1 + a[0].astype(dtype))).astype(a.dtype)
 
@@ -107,7 +107,7 @@ def solved_in_steps(a: Any, b: Any) -> Any:
 
 
 def repeated(a: Any, b: Any) -> Any:
-    """A loop of which nobody knows how long it takes, so without a gradient."""
+    """A loop of unknown length, which has no gradient."""
     start = (lax.stop_gradient(a), jnp.tanh(b))
     grown = lax.while_loop(lambda c: jnp.sum(c[0] ** 2) < 50, lambda c: (1.5 * c[0] + c[1] ** 2 + 1, c[1]), start)
     return b * jnp.tanh(lax.stop_gradient(grown[0]))
@@ -124,7 +124,7 @@ def through_a_reference(a: Any, b: Any) -> Any:
 
 
 def rounded_in_each_turn(a: Any, b: Any) -> Any:
-    """A rounding, which rounds what goes back through it too."""
+    """Rounding, which also rounds the cotangents."""
     return lax.scan(lambda c, row: (jnp.tanh(c + row @ lax.reduce_precision(a, 11, 20)), c), b[0], b)[1]
 
 
@@ -135,17 +135,17 @@ def dropped_and_not(a: Any, b: Any) -> Any:
 
 
 def dropped(a: Any, b: Any) -> Any:
-    """Numbers that differ with the transforms around them, in an operation that is taken as a whole."""
+    """Random numbers that depend on the transforms around them, inside a `jax.checkpoint`."""
     return sum(dropped_and_not(a, b))
 
 
 def in_groups(a: Any, b: Any) -> Any:
-    """Which JAX cannot map."""
+    """A product that JAX cannot map."""
     sizes = jnp.array([1, N - 1], jnp.int32)
     return lax.ragged_dot(jnp.tanh(b), jnp.stack([a, jnp.cos(a)]), sizes)
 
 
-# Each takes two values of shape (N, N), from parameters, data or both, and gives one.
+# Each step takes two (N, N) values, from parameters, data or both, and returns one.
 STEPS: dict[str, Any] = {
     "product": lambda a, b: a @ b,
     "product of a transpose": lambda a, b: a.T @ b,
@@ -203,13 +203,13 @@ STEPS: dict[str, Any] = {
     "through a reference": through_a_reference,
     "branch": lambda a, b: lax.cond(a[0, 0] > b[0, 0], lambda: a @ b, lambda: a * b),
     "branches": lambda a, b: lax.switch(places(b[0, 0]), [lambda: a @ b, lambda: a * b, lambda: jnp.sin(a)]),
-    # Complex numbers in the middle.
+    # Complex intermediates.
     "complex cast": lambda a, b: jnp.real(complex_of(b, a) @ a.astype(complex)),
     "complex sum": lambda a, b: jnp.imag(complex_of(b, b) * (a + 0j)),
     "complex parts": lambda a, b: jnp.abs(lax.complex(a, b) @ complex_of(b, b) + 2) - jnp.angle(complex_of(b, a) + 9),
     "complex number": lambda a, b: jnp.real(complex_of(b, b) * (a[0, 0] + 1j * a[1, 0]) ** 2),
     "Fourier": lambda a, b: jnp.fft.fft(a).real + jnp.fft.irfft(jnp.fft.rfft(b) * jnp.fft.rfft(a), N),
-    # Indices, of which some are out of range.
+    # Indices, some out of range.
     **{f"read, {mode}": partial(read, mode) for mode in MODES},
     **{f"read numbers, {mode}": partial(read_numbers, mode) for mode in MODES},
     **{f"write, {mode}": partial(write, mode) for mode in ("drop", *MODES[1:])},
@@ -220,7 +220,7 @@ STEPS: dict[str, Any] = {
     "a window": lambda a, b: b[:, :2] @ lax.dynamic_slice(a, places(b[0, :2]), (2, 3)),
     "put into a window": lambda a, b: lax.dynamic_update_slice(a, b[:2, :1], places(b[0, :2])),
     "rows by bytes": lambda a, b: jnp.take(a, places(b[0]).astype(jnp.uint8), axis=0, mode="clip") * b,
-    # Half precision, with operations on parameters alone.
+    # Half precision, with operations on parameters only.
     **{f"{dtype.__name__} product": partial(half, dtype) for dtype in (jnp.float16, jnp.bfloat16)},
     **{f"{dtype.__name__} norm": partial(half_norm, dtype) for dtype in (jnp.float16, jnp.bfloat16)},
     # Solves and factorizations.
@@ -233,7 +233,7 @@ STEPS: dict[str, Any] = {
     "determinant": lambda a, b: b * jnp.linalg.slogdet(well(a))[1],
     "QR": lambda a, b: jnp.linalg.qr(well(a))[1] @ b,
     "eigenvalues": lambda a, b: b * jnp.linalg.eigvalsh(jnp.diag(10.0 * jnp.arange(N)) + jnp.tanh(a)),
-    # Loops of unknown length, rules of one's own, sorts and scans.
+    # Loops of unknown length, custom rules, sorts and scans.
     "while": repeated,
     "while on both": repeated_on_both,
     "own tangent": own_tangent,
@@ -249,27 +249,27 @@ STEPS: dict[str, Any] = {
     "pooled": lambda a, b: lax.reduce_window(a * b, -jnp.inf, lax.max, (2, 2), (1, 1), "SAME"),
     "dropped": dropped,
     "in groups": in_groups,
-    # What only moves.
+    # Data movement and nested transforms.
     "barrier": lambda a, b: lax.optimization_barrier(a.T) @ b,
     "placed": lambda a, b: jax.device_put(a) @ lax.with_sharding_constraint(b, SingleDeviceSharding(jax.devices()[0])),
     "mapped": lambda a, b: jax.vmap(lambda row, column: row * jnp.sum(column), (0, 1), 1)(a, b),
     "tangent": lambda a, b: jax.jvp(lambda a: jnp.sin(a) @ b, (a,), (b,))[1],
     "gradient": lambda a, b: jax.grad(lambda a: jnp.sum(jnp.sin(a @ b)))(a),
 }
-# Parameters times a constant whose square is beyond float64.
+# Parameters times a constant whose square overflows or underflows in float64.
 FAR = ("small times large", "large times small")
-# Computed in fewer digits than float64 has, so that programs must be short, and what may be wrong then.
+# Steps with fewer digits than float64, which need short programs and wider tolerances.
 ROUGH = {name: 3e-2 for name in STEPS if name.split()[0] in ("float16", "bfloat16")} | {"cast": 1e-5}
 
 
 @pytest.mark.hypothesis
-@pytest.mark.parametrize("part", range(4))  # which run side by side
+@pytest.mark.parametrize("part", range(4))  # run in parallel
 def test_every_way_of_a_parameter_to_the_loss_counts(part: int) -> None:
-    left = 13 if settings().max_examples < 100 else 1250  # by `make fuzz`
+    left = 13 if settings().max_examples < 100 else 1250  # more under `make fuzz`
     for turn in range(-(-left // 250)):
         program = given(data=st.data())(a_program_counts_every_way)
         seed(part + 4 * turn)(settings(max_examples=min(250, left - 250 * turn))(program))()
-        jax.clear_caches()  # which hold each of them
+        jax.clear_caches()  # release the compiled programs
 
 
 def a_program_counts_every_way(data: st.DataObject) -> None:
@@ -277,7 +277,7 @@ def a_program_counts_every_way(data: st.DataObject) -> None:
     rough = max((ROUGH.get(name, 0) for name in names), default=0)
     names = names[:2] if rough else names
     steps = [(name, data.draw(st.integers(0, 3 + i)), data.draw(st.integers(0, 3 + i))) for i, name in enumerate(names)]
-    # The squares of data as small as that are no numbers.
+    # Scale only parameters: the squares of data at these scales are not representable.
     steps = [(name, i % 2 if name in FAR else i, j) for name, i, j in steps]
     generator = np.random.default_rng(data.draw(st.integers(0, 99), label="seed"))
     method = data.draw(st.sampled_from(METHODS), label="method")
@@ -291,13 +291,13 @@ def a_program_counts_every_way(data: st.DataObject) -> None:
 
     with ExitStack() as stack:
         stack.enter_context(jax.enable_x64(True))
-        if data.draw(st.booleans(), label="factors"):  # of matrices as small as these gradients would be held otherwise
+        if data.draw(st.booleans(), label="factors"):  # gradients this small would otherwise be materialized
             stack.enter_context(mock.patch.object(OuterProduct, "smaller", return_value=True))
         parameters = [jnp.array(generator.normal(size=(N, N))) for _ in range(2)]
         examples = [jnp.array(generator.normal(size=(BATCH, N, N))) for _ in range(2)]
         padding = np.array(data.draw(st.lists(st.booleans(), min_size=BATCH, max_size=BATCH), label="padding"))
         outlier = data.draw(st.sampled_from([None, None, None, 1e-170, 1e150, 1e170]), label="an outlier's size")
-        if outlier is not None:  # which must not touch the others, whatever becomes of it
+        if outlier is not None:  # must not affect the other examples
             padding[-1] = True
             examples = [x.at[-1].multiply(outlier) for x in examples]
         each = [jax.grad(loss)(parameters, [x[i] for x in examples]) for i in range(BATCH)]
@@ -324,10 +324,10 @@ def a_program_counts_every_way(data: st.DataObject) -> None:
         total, found = np.array(total), np.array(aux.grad_norms)
 
     scale = 1 + max(np.abs(expected).max(), norms[finite].max(initial=0))
-    # Long programs amplify the rounding of float64; "vmap", which is JAX itself, was 2.4e-9 away.
+    # Long programs amplify float64 rounding; the largest error of "vmap", which is JAX itself, was 2.4e-9.
     np.testing.assert_allclose(found[finite], norms[finite], rough or 1e-7, (rough or 1e-7) * scale)
     assert not np.isfinite(found[broken]).any()
-    # Terms that cancel each other are bounded by more than their sum.
+    # Terms may cancel, so the error is relative to more than their sum.
     np.testing.assert_allclose(total, expected, 0, (rough or 1e-6) * scale)
 
 
@@ -344,5 +344,5 @@ def test_no_other_step_falls_back_to_one_example_at_a_time() -> None:
             of = clipped_grad(loss, l2_clip_norm=1.0, method="book_keeping", keep_batch_dim=False)
             if of.explain(parameter, example).method != "book_keeping":
                 fallen.add(name)
-    # What JAX cannot map, what has no backward pass, holds a `jax.Ref`, or draws other numbers where it is mapped.
+    # JAX cannot map it, it has no backward pass, it holds a `jax.Ref`, or its random numbers change under `vmap`.
     assert fallen == {"in groups", "while", "through a reference", "dropped"}

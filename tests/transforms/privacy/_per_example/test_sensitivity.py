@@ -1,4 +1,4 @@
-"""The sums of neighboring batches are no farther apart than `.sensitivity()`, whatever the examples hold."""
+"""The sums of neighboring batches differ by at most `.sensitivity()`, whatever the examples contain."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ADD_OR_REMOVE_ONE, REPLACE_ONE, REPLACE_SPECIAL = (
 )
 DRAWS, BATCH, ALL_BUT_ONE = max(300, 5 * settings().max_examples), 3, np.array([0, 2])
 BOUNDS = np.array([0.0, 1e-3, 0.1, 1.0, 1.37, 10.0, 1e4, np.inf], np.float32)
-ROUNDING = 1e-5  # what float32 may take from a bound
+ROUNDING = 1e-5  # allowance for float32 rounding
 
 
 def normal(generator: Any, *shape: int) -> Any:
@@ -45,7 +45,7 @@ PARAMS = {
 
 
 def loss(params: Any, example: Any) -> Any:
-    """All that gradients are kept as: factors of few, one, many positions; rows; a number; as they are; decay."""
+    """A loss with gradients of every form: outer products, rows, a scaled constant, dense; and weight decay."""
     far = 1e15 if params["scaled"].dtype == jnp.float32 else 100.0
     parts = (
         jnp.tanh(example["long"] @ params["wide"]) * example["at long"],
@@ -55,12 +55,12 @@ def loss(params: Any, example: Any) -> Any:
         jnp.linalg.norm(params["few"]) * example["at norm"],
         (example["flat"] @ (params["scaled"] / far)) * (far * example["at scaled"]),
     )
-    decay = sum(jnp.sum(params[name] ** 2) for name in ("few", "bias", "scaled")) / 9  # of others no form would be left
+    decay = sum(jnp.sum(params[name] ** 2) for name in ("few", "bias", "scaled")) / 9  # decay elsewhere hides the form
     return example["size"][0] * sum(jnp.sum(part) for part in parts) + decay
 
 
 def draw_examples(generator: Any, count: int, dtype: Any = jnp.float32) -> dict[str, Any]:
-    """Ordinary, huge, tiny, empty and cancelling ones, and such with an infinity or NaN in one place."""
+    """Draw ordinary, huge, tiny, zero and cancelling examples, and some with one infinity or NaN."""
     digits = jnp.finfo(dtype)
     largest, smallest = np.log10(float(digits.max)), np.log10(float(digits.smallest_subnormal))
     examples: dict[str, Any] = {
@@ -76,7 +76,7 @@ def draw_examples(generator: Any, count: int, dtype: Any = jnp.float32) -> dict[
         "at scaled": normal(generator, count, 1),
     }
     parts = [name for name in examples if name.startswith("at")]
-    for name in parts:  # of which often one outweighs the others
+    for name in parts:  # often one part outweighs the others
         shape = (count, *[1] * (examples[name].ndim - 1))
         examples[name] *= np.float32(10) ** generator.integers(-3, 3, size=shape)
     kinds = ["ordinary", "large", "small", "nothing", "broken", "at the edge", "cancelling"]
@@ -87,7 +87,7 @@ def draw_examples(generator: Any, count: int, dtype: Any = jnp.float32) -> dict[
     exponent = np.where(kind == "at the edge", edges, exponent)
     size = generator.choice([-1, 1], size=count) * 10.0**exponent
     examples["size"] = np.where(kind == "nothing", 0, size).astype(np.float32)
-    for i in np.flatnonzero(kind == "cancelling"):  # what is left of large terms at two positions
+    for i in np.flatnonzero(kind == "cancelling"):  # large terms at two positions nearly cancel
         for name, at in (("long", "at long"), ("short", "at short")):
             examples[name][i, 1] = examples[name][i, 0]
             examples[at][i, 0] *= 10 ** generator.uniform(0, 0.5 * largest - 1)
@@ -100,7 +100,7 @@ def draw_examples(generator: Any, count: int, dtype: Any = jnp.float32) -> dict[
 
 
 def distance(x: Any, y: Any) -> Any:
-    """For each draw, in float64."""
+    """Return the distance for each draw, in float64."""
     leaves = [
         np.asarray(a, np.float64) - np.asarray(b, np.float64)
         for a, b in zip(*map(jax.tree.leaves, (x, y)), strict=True)
@@ -109,13 +109,13 @@ def distance(x: Any, y: Any) -> Any:
 
 
 def neighbors(of: Callable[..., Any], params: Any, draws: Any, bounds: Any) -> dict[NeighboringRelation, Any]:
-    """How far apart the sums of neighboring batches are, for each draw; the second example is the one that differs.
+    """Return the distances between the sums of neighboring batches for each draw; the second example differs.
 
     Args:
-      of: from a bound to the function of a batch.
+      of: a function from a bound to the function of a batch.
       params: the parameters.
       draws: BATCH examples for each draw, and one more to replace the second.
-      bounds: one for each draw.
+      bounds: one bound for each draw.
     """
     batch = jax.tree.map(lambda x: x[:, :BATCH], draws)
     other = jax.tree.map(lambda x: np.concatenate([x[:, :1], x[:, BATCH:], x[:, 2:BATCH]], 1), draws)
@@ -152,12 +152,12 @@ WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def farthest(method: str, way: str) -> dict[NeighboringRelation, tuple[Any, Any, Any]]:
-    """For each relation and draw: the bound, how far apart neighboring sums are, and how far they may be."""
+    """Return for each relation and draw the bound, the distance of neighboring sums, and the allowed distance."""
     dtype, options = WAYS[way]
     generator = np.random.default_rng(20)
     examples = draw_examples(generator, DRAWS * (BATCH + 1), dtype)
     draws = jax.tree.map(lambda x: x.reshape(DRAWS, BATCH + 1, *x.shape[1:]), examples)
-    for values in draws.values():  # in half of them, what replaces the second example is its opposite
+    for values in draws.values():  # in half the draws, the replacement is the negated second example
         values[::2, BATCH] = values[::2, 1]
     draws["size"][::2, BATCH] *= -1
     bounds = generator.choice(BOUNDS, size=DRAWS)
@@ -174,7 +174,7 @@ def test_no_draw_exceeds_the_sensitivity_and_some_come_close(method: str, way: s
     for relation, (bounds, apart, allowed) in farthest(method, way).items():
         exceeding = np.flatnonzero(~(apart <= allowed * (1 + ROUNDING)))
         assert not exceeding.size, (relation, bounds[exceeding], apart[exceeding], allowed[exceeding])
-        # Nine tenths of it would be too little, for each bound that is one: so the check can fail.
+        # For each finite bound, some draw exceeds nine tenths of the allowed distance, so the check can fail.
         for bound in BOUNDS[:-1]:
             drawn = (bounds == bound) & (allowed > 0)
             near = (apart[drawn] > 0.9 * allowed[drawn]).any()
@@ -194,17 +194,17 @@ def test_groups_of_samples_are_neighbors_too(method: str) -> None:
     assert apart.max() > 0.69
 
 
-# Below are examples that are made so that terms of a gradient, or of its norm, are lost among others in float32.
+# The examples below are constructed so that float32 loses terms of a gradient or its norm.
 
 
 def assert_bounded(of: Any, params: Any, examples: Any, ordinary: Any) -> Any:
-    """Refuse an example with which the sum is farther from that without it than the sensitivity; returns how far.
+    """Assert that adding each example moves the sum by at most the sensitivity; return the distances relative to it.
 
     Args:
-      of: what `clipped_grad` returned.
+      of: the function that `clipped_grad` returned.
       params: the parameters.
-      examples: those that are tried, one after another.
-      ordinary: the others of the batch.
+      examples: the examples to add, one at a time.
+      ordinary: the other examples of the batch.
     """
     padding = np.arange(1 + len(jax.tree.leaves(ordinary)[0])) == 0
 
@@ -237,7 +237,7 @@ def rows(w: Any, e: Any) -> Any:
 @pytest.mark.parametrize("positions", [1, 2])
 @pytest.mark.parametrize("sizes", [(1e-20, 1e18), (1e-19, 1e18), (1e19, 1e-19)], ids=str)
 def test_factors_of_very_different_size(method: str, positions: int, sizes: tuple[float, float]) -> None:
-    """Inputs of 1e-20 at cotangents of 1e18 have gradients that are ordinary, though the inputs' squares are zero."""
+    """Inputs of 1e-20 with cotangents of 1e18 have ordinary gradients, though the inputs' squares are zero."""
     generator = np.random.default_rng(1)
     draw = lambda count: {"x": normal(generator, count, positions, 50), "c": normal(generator, count, positions, 40)}
     examples = {name: np.float32(size) * x for size, (name, x) in zip(sizes, draw(5).items(), strict=True)}
@@ -246,7 +246,7 @@ def test_factors_of_very_different_size(method: str, positions: int, sizes: tupl
 
 
 def terms_that_cancel(positions: int, p: int, d: int) -> tuple[Any, Any]:
-    """Examples that have one input at all positions, with large opposite cotangents; and ordinary ones."""
+    """Return examples with one input at all positions and large opposite cotangents, and ordinary examples."""
     generator = np.random.default_rng(2)
     large = generator.normal(size=(100, positions, d)) * np.geomspace(1, 1e12, 100)[:, None, None]
     remaining = generator.normal(size=(100, 1, d)) * 10 ** generator.uniform(-2, 2, size=(100, 1, 1))
@@ -262,12 +262,12 @@ def terms_that_cancel(positions: int, p: int, d: int) -> tuple[Any, Any]:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("fun", "positions", "shape"), [(product, 2, (40, 30)), (rows, 6, (5, 4))])
 def test_positions_that_cancel_each_other(method: str, fun: Any, positions: int, shape: tuple[int, int]) -> None:
-    """What remains of the example must be bounded, and what is lost of the others beside its large terms."""
+    """The remainder must be bounded, and so must the loss of precision that its large terms cause in others."""
     of = clipped_grad(fun, l2_clip_norm=1.0, method=method)
     assert_bounded(of, jnp.zeros(shape), *terms_that_cancel(positions, *shape))
 
 
-@pytest.mark.parametrize("method", ["vmap", "book_keeping", "auto"])  # "ghost" does not hold them
+@pytest.mark.parametrize("method", ["vmap", "book_keeping", "auto"])  # "ghost" does not materialize them
 @pytest.mark.parametrize(("fun", "shape"), [(product, (3, 4)), (shift, (4,))])
 def test_positions_that_cancel_each_other_where_each_gradient_is_held(method: str, fun: Any, shape: Any) -> None:
     of = clipped_grad(fun, l2_clip_norm=1.0, method=method)
@@ -304,7 +304,7 @@ def test_uses_that_cancel_each_other(method: str, fun: Any) -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("bound", "rescale"), [(0.0, True), (1e-19, True), (1e-19, False)])
 def test_gradients_whose_squares_are_zero(method: str, bound: float, rescale: bool) -> None:
-    """Numbers of 1e-19, of which some have squares that are zero in float32."""
+    """Values of 1e-19, some with squares that are zero in float32."""
     numbers = np.linspace(0.5, 1.5, 500)[:, None, None] * np.linspace(0.9, 1.1, 30) * 1e-19
     examples = {"x": np.float32(numbers), "c": np.ones((500, 1, 20), np.float32)}
     nothing = {"x": np.zeros((2, 1, 30), np.float32), "c": np.zeros((2, 1, 20), np.float32)}
@@ -312,7 +312,7 @@ def test_gradients_whose_squares_are_zero(method: str, bound: float, rescale: bo
     assert_bounded(of, jnp.zeros((30, 20)), examples, nothing)
 
 
-def test_the_helper_sees_what_is_too_far() -> None:
+def test_the_helper_detects_excess_distance() -> None:
     examples = {"x": np.ones((2, 1, 3), np.float32), "c": np.ones((2, 1, 2), np.float32)}
     of = clipped_grad(product, l2_clip_norm=1.0)
     np.testing.assert_allclose(assert_bounded(of, jnp.zeros((3, 2)), examples, examples), 1, ROUNDING)

@@ -1,4 +1,4 @@
-"""The end of the process, for the tests of what `aot` leaves to it."""
+"""Simulate the end of the process, for the checks that `aot` defers to it."""
 
 import atexit
 import warnings
@@ -11,10 +11,10 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def end_of_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[], list[str]]]:
-    """Return a function that runs what plurax has registered for the end of the process, and returns its warnings.
+    """Return a function that runs plurax's exit handlers and returns their warnings.
 
-    They are those about files of this test, since other tests may have left programs too. It runs after each test, so
-    that nothing is left to the next one, nor to the actual end, when the directories are gone.
+    It returns only warnings about files of this test, since other tests may have left programs too. It also runs after
+    each test, so that nothing is left for the next one, nor for the actual end, when the directories are gone.
     """
     register, unregister = atexit.register, atexit.unregister
     registered: list[Callable[[], Any]] = []

@@ -1,4 +1,4 @@
-"""What one process has compiled, another runs. This file is also the script that these processes run."""
+"""Programs compiled in one process and run in another. This file is also the script that these processes run."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def train(model: Any, optimizer: Any, x: Any) -> Any:
 
 def net_and_optimizer() -> tuple[Net, Any]:
     model = Net()
-    # Adam would make steps of rounding errors, as the batch norm leaves the bias before it no gradient.
+    # With Adam, rounding errors would become steps: before the batch norm, the bias has no gradient.
     return model, nnx.Optimizer(model, optax.sgd(1e-2, momentum=0.9), wrt=nnx.Param)
 
 
-# In a process of its own: a function, and its arguments.
+# Functions and their arguments, each for a separate process.
 
 
 def trees() -> Any:
@@ -180,7 +180,7 @@ CASES: dict[str, Callable[[], Any]] = {
     )
 }
 PLACED = ("is_on_the_first_device_by_the_settings_of_jit", "is_on_the_second_device_by_the_settings_of_jit")
-# Without a key a case goes another way only up to the file.
+# Without a key, a case differs only until the file is found.
 WITHOUT_KEY = ("trees", "closes_over_arrays_and_a_key", "calls_lapack", "returns_the_module", "donates", *PLACED)
 CALLS = [*((name, "1") for name in CASES), *((name, None) for name in WITHOUT_KEY)]
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -188,7 +188,7 @@ TRACED = "/jax/core/compile/jaxpr_trace_duration"
 
 
 def in_bits(tree: Any) -> list[str]:
-    """All arrays of a tree, with where they are."""
+    """Return all arrays of a tree, with paths and devices."""
     lines = []
     for path, x in jax.tree.leaves_with_path(tree):
         where = f"{x.sharding} {sorted(d.id for d in x.devices())}" if isinstance(x, jax.Array) else ""
@@ -198,9 +198,9 @@ def in_bits(tree: Any) -> list[str]:
 
 
 def run(name: str, directory: str, key: str | None) -> dict[str, Any]:
-    """Run a case: what came out, what has become of the arguments, and how often JAX has traced and compiled."""
+    """Run a case; return the result, the state of the arguments, and how often JAX traced and compiled."""
     fun, kwargs = CASES[name]()
-    by_position = name == "has_the_gradient_of_a_module"  # what is differentiated is
+    by_position = name == "has_the_gradient_of_a_module"  # differentiated arguments are positional
     args, named = (tuple(kwargs.values()), {}) if by_position else ((), kwargs)
     events: list[str] = []
 
@@ -227,11 +227,11 @@ def run_all_cases(directory: str) -> None:
 
 
 def in_a_process(task: str, directory: Path) -> str:
-    """What a process prints that does one of the tasks at the end of this file."""
+    """Run a task (see the end of this file) in a process; return its output."""
     command = [sys.executable, __file__, task, str(directory)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    assert "aot:" not in done.stderr, done.stderr  # at its end each process compares what it has loaded
+    assert "aot:" not in done.stderr, done.stderr  # each process checks its loaded programs at exit
     return done.stdout
 
 
@@ -248,21 +248,21 @@ def test_the_second_process_has_the_same_to_the_bit_and_compiles_nothing(name, k
     assert second["bits"] == first["bits"]
     assert second["deleted"] == first["deleted"] == (name == "donates")
     assert second["compiled"] == 0
-    # JAX looks up LAPACK's functions when it lowers them, so such a program is traced with a key as well.
+    # JAX looks up LAPACK's functions at lowering, so such a program is traced with a key too.
     assert (second["traced"] > 0) == (key is None or name == "calls_lapack")
     assert (first["compiled"], min(1, first["traced"])) == (1, 1)
 
 
 @pytest.mark.xdist_group("aot in two processes")
 @pytest.mark.parametrize("key", ["1", None])
-def test_a_program_is_on_the_devices_that_jit_was_told(key, processes):
+def test_a_program_runs_on_the_devices_given_to_jit(key, processes):
     for i, name in enumerate(PLACED):
         for found in processes:
             assert f"SingleDeviceSharding(device=CpuDevice(id={i + 1})" in found[f"{name}, key={key}"]["bits"][0]
 
 
 class Counted:
-    """A function that counts how often it is traced."""
+    """A function that counts its traces."""
 
     def __init__(self, fun: Callable[..., Any]) -> None:
         self.traces, self._fun = 0, fun
@@ -304,7 +304,7 @@ def test_one_file_for_each_kind_of_arguments(key, tmp_path):
 
 
 @pytest.mark.parametrize("key", ["1", None])
-def test_layouts_are_told_apart(key, tmp_path):
+def test_layouts_are_distinguished(key, tmp_path):
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     for _ in range(2):
         for order in ((0, 1), (1, 0)):
@@ -315,7 +315,7 @@ def test_layouts_are_told_apart(key, tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_keyword_arguments_are_a_kind_of_their_own(tmp_path):
+def test_keyword_arguments_are_distinguished(tmp_path):
     fun = Counted(lambda x, y: x - y)
     for _ in range(2):
         program = aot(fun, tmp_path, key="1", verify=False)
@@ -335,7 +335,7 @@ def test_float64_is_another_program(tmp_path):
     assert fun.traces == 3
 
 
-def test_settings_that_change_programs_are_told_apart(tmp_path):
+def test_settings_that_change_programs_are_distinguished(tmp_path):
     fun = Counted(lambda key: jax.random.bits(key, (3,)))
     key = jax.random.key(0)
     for _ in range(2):
@@ -349,7 +349,7 @@ def test_settings_that_change_programs_are_told_apart(tmp_path):
 
 @contextlib.contextmanager
 def setting(name: str, value: Any) -> Iterator[None]:
-    """Let a setting of JAX have another value, for the whole process."""
+    """Set a JAX option for the whole process, within a context."""
     before = jax.config.values[name]
     jax.config.update(name, value)
     try:
@@ -358,7 +358,7 @@ def setting(name: str, value: Any) -> Iterator[None]:
         jax.config.update(name, before)
 
 
-# Other values of settings: some are those of context managers, and not all of them change this program.
+# Changed settings: some are those of context managers, and not all of them change this program.
 SETTINGS = {
     "jax_enable_x64": True,
     "jax_default_matmul_precision": "float32",
@@ -371,7 +371,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_other_settings_of_the_process_have_a_file_of_their_own(name, tmp_path):
+def test_other_settings_of_the_process_have_separate_files(name, tmp_path):
     fun = Counted(double)
     aot(fun, tmp_path, key="1")(X)
     with setting(name, SETTINGS[name]):
@@ -380,7 +380,7 @@ def test_other_settings_of_the_process_have_a_file_of_their_own(name, tmp_path):
     assert (fun.traces, len(list(tmp_path.iterdir()))) == (2, 2)
 
 
-def test_a_setting_that_changes_in_the_process_is_seen(tmp_path):
+def test_a_setting_that_changes_in_the_process_is_detected(tmp_path):
     fun = Counted(double)
     program = aot(fun, tmp_path, key="1")
     program(X)
@@ -390,7 +390,7 @@ def test_a_setting_that_changes_in_the_process_is_seen(tmp_path):
     assert (fun.traces, len(list(tmp_path.iterdir()))) == (2, 2)
 
 
-def test_settings_without_effect_are_not(tmp_path):
+def test_settings_without_effect_are_ignored(tmp_path):
     fun = Counted(double)
     program = aot(fun, tmp_path, key="1")
     program(X)
@@ -401,7 +401,7 @@ def test_settings_without_effect_are_not(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["jax_default_device", "jax_compilation_cache_dir", "jax_log_compiles"])
-def test_where_things_are_and_what_is_said_makes_no_program_another(name, tmp_path):
+def test_locations_and_logging_do_not_change_the_program(name, tmp_path):
     fun = Counted(double)
     aot(fun, tmp_path / "programs", key="1")(X)
     values = {"jax_default_device": jax.devices()[0], "jax_compilation_cache_dir": str(tmp_path)}
@@ -411,7 +411,7 @@ def test_where_things_are_and_what_is_said_makes_no_program_another(name, tmp_pa
 
 
 @pytest.mark.parametrize("key", ["1", None])
-def test_what_is_compiled_is_not_loaded_again(key, tmp_path):
+def test_a_compiled_program_is_not_loaded_again(key, tmp_path):
     fun = Counted(double)
     program = aot(fun, tmp_path, key=key)
     program(X)
@@ -420,7 +420,7 @@ def test_what_is_compiled_is_not_loaded_again(key, tmp_path):
     assert (fun.traces, list(tmp_path.iterdir())) == (1, [])
 
 
-def test_without_a_key_what_fun_closes_over_is_compared(tmp_path):
+def test_without_a_key_closed_over_values_are_compared(tmp_path):
     def times(factor: Any) -> Callable[..., Any]:
         return aot(lambda x: x * factor, tmp_path)
 
@@ -430,7 +430,7 @@ def test_without_a_key_what_fun_closes_over_is_compared(tmp_path):
     assert len(list(tmp_path.iterdir())) == 5
 
 
-def test_without_a_key_what_it_calls_is_compared_too(tmp_path, monkeypatch):
+def test_without_a_key_called_functions_are_compared(tmp_path, monkeypatch):
     def fun(x: Any) -> Any:
         return double(x)
 
@@ -439,7 +439,7 @@ def test_without_a_key_what_it_calls_is_compared_too(tmp_path, monkeypatch):
         np.testing.assert_array_equal(aot(fun, tmp_path)(X), factor * X)
 
 
-def test_without_a_key_which_arguments_are_used_is_compared(tmp_path):
+def test_without_a_key_the_used_arguments_are_compared(tmp_path):
     for fun, wanted in ((lambda x, y: 2 * x, 2 * X), (lambda x, y: 2 * y, 6 * X)):
         np.testing.assert_array_equal(aot(fun, tmp_path)(X, 3 * X), wanted)
 
@@ -449,7 +449,7 @@ def test_without_a_key_weak_types_of_results_are_compared(tmp_path):
         assert aot(lambda x, scalar=scalar: (x, scalar), tmp_path)(X)[1].weak_type == scalar.weak_type
 
 
-def test_donation_is_not_that_of_another_function(tmp_path):
+def test_donation_distinguishes_programs(tmp_path):
     def step(x: Any) -> Any:
         return x + 1.0
 
@@ -473,7 +473,7 @@ def test_two_kinds_of_machine_share_a_directory(tmp_path, monkeypatch):
     assert (fun.traces, len(list(tmp_path.iterdir()))) == (3, 3)
 
 
-def test_what_is_bound_is_compared_as_a_whole(tmp_path):
+def test_bound_arguments_are_compared_completely(tmp_path):
     @dataclass
     class Config:
         factor: float
@@ -521,7 +521,7 @@ def test_the_rate_of_an_optimizer_is_compared_in_one_function(tmp_path):
             np.testing.assert_allclose(model.kernel[...], other.kernel[...], rtol=1e-6)
 
 
-def test_a_module_changes_as_without(tmp_path):
+def test_a_module_is_updated_as_without_aot(tmp_path):
     (model, optimizer), (other, reference) = net_and_optimizer(), net_and_optimizer()
     program = aot(train, tmp_path, key="1")
     for _ in range(3):
@@ -534,7 +534,7 @@ def test_a_module_changes_as_without(tmp_path):
     assert int(optimizer.step[...]) == 3
 
 
-def test_other_state_of_an_applied_model_is_carried_along(tmp_path):
+def test_other_state_of_an_applied_model_is_updated(tmp_path):
     class Counter:
         def __init__(self, count: Any) -> None:
             self.count = count
@@ -590,7 +590,7 @@ def test_under_transforms_fun_itself_is_called(tmp_path):
         np.testing.assert_allclose(jax.jit(lambda y: program(X) + y)(1.0), (X**2).sum() + 1, rtol=1e-6)
 
 
-def test_what_is_not_a_number_is_found_where_jax_looks_for_it(tmp_path):
+def test_nan_is_detected_with_jax_debug_nans(tmp_path):
     program = aot(lambda x: jnp.log(x), tmp_path, key="1")
     assert np.isnan(program(-1.0))
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
@@ -598,7 +598,7 @@ def test_what_is_not_a_number_is_found_where_jax_looks_for_it(tmp_path):
 
 
 @pytest.mark.parametrize("key", ["1", None])
-def test_what_closes_over_a_value_of_a_transform_is_called(key, tmp_path):
+def test_a_function_that_closes_over_a_tracer_is_called_directly(key, tmp_path):
     def total(factor: Any) -> Any:
         return aot(lambda x: (factor * x).sum(), tmp_path, key=key)(X)
 
@@ -608,7 +608,7 @@ def test_what_closes_over_a_value_of_a_transform_is_called(key, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_transforms_of_it_see_the_model_that_it_is_of(tmp_path):
+def test_transforms_of_a_bound_method_see_its_model(tmp_path):
     model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
     got, wanted = (grad(fun)(X[0]) for fun in (aot(lambda x: model(x).sum(), tmp_path), lambda x: model(x).sum()))
     np.testing.assert_array_equal(got, wanted)
@@ -616,7 +616,7 @@ def test_transforms_of_it_see_the_model_that_it_is_of(tmp_path):
 
 
 def damaged(content: bytes) -> list[bytes]:
-    """A file with one bit flipped, at fifty places; cut at some; and with something behind."""
+    """Return copies with one bit flipped (fifty places), truncated copies, and one with a trailing byte."""
     places = sorted({0, 31, 32, 33, len(content) - 1, *range(0, len(content), len(content) // 45)})
     flipped = [content[:i] + bytes([content[i] ^ (1 << i % 8)]) + content[i + 1 :] for i in places]
     return [*flipped, *(content[:n] for n in (0, 1, 31, 32, 40, len(content) // 2, len(content) - 1)), content + b"x"]
@@ -625,7 +625,7 @@ def damaged(content: bytes) -> list[bytes]:
 def test_damage_is_noticed_before_anything_is_loaded(tmp_path, monkeypatch):
     def fun(x: Any) -> Any:
         if list(tmp_path.iterdir()):
-            raise ZeroDivisionError("it is compiled anew, which would take time")
+            raise ZeroDivisionError("compiled again, which would take time")
         return 2.0 * x
 
     aot(fun, tmp_path, key="1")(X)
@@ -637,11 +637,11 @@ def test_damage_is_noticed_before_anything_is_loaded(tmp_path, monkeypatch):
     for bad in damaged(content):
         path.write_bytes(bad)
         match = r"aot: .*-\w{32}\.aot is damaged.*compiled again, and the file replaced"
-        with pytest.warns(UserWarning, match=match), pytest.raises(ZeroDivisionError, match="it is compiled anew"):
+        with pytest.warns(UserWarning, match=match), pytest.raises(ZeroDivisionError, match="compiled again"):
             aot(fun, tmp_path, key="1")(X)
 
 
-def test_what_was_damaged_is_replaced(tmp_path):
+def test_a_damaged_file_is_replaced(tmp_path):
     fun = Counted(double)
     aot(fun, tmp_path, key="1")(X)
     path = only_file(tmp_path)
@@ -667,7 +667,7 @@ PACKAGES = ["plurax", "jax", "jaxlib", "flax", "optax", "numpy"]
 
 
 def installed(patch: pytest.MonkeyPatch, directory: Path, package: str, version: str) -> None:
-    """Let a package have this version, as far as Python knows."""
+    """Make Python report this version of a package."""
     info = directory / f"{package}-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
@@ -694,7 +694,7 @@ CHANGES = [another_python, another_backend, another_device, other_flags]
 
 
 def has_a_file_of_its_own(fun: Counted, directory: Path) -> None:
-    """Assert that here, where something differs from where the other file was written, a second file is made once."""
+    """Assert that the changed environment writes a second file, once."""
     traces = fun.traces
     for _ in range(2):
         np.testing.assert_array_equal(aot(fun, directory, key="1", verify=False)(X), 2 * X)
@@ -702,7 +702,7 @@ def has_a_file_of_its_own(fun: Counted, directory: Path) -> None:
 
 
 def tells_them_apart(fun: Counted, directory: Path, ours: Path) -> None:
-    """Assert that here, where `ours` was written, it is loaded still, but not the other file under its name."""
+    """Assert that `ours` is still loaded in its environment, and that the other file under its name is not."""
     traces = fun.traces
     np.testing.assert_array_equal(aot(fun, directory, key="1", verify=False)(X), 2 * X)
     assert fun.traces == traces
@@ -714,7 +714,7 @@ def tells_them_apart(fun: Counted, directory: Path, ours: Path) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_another_version_of_a_package_compiles_a_file_of_its_own(package, tmp_path, monkeypatch):
+def test_another_version_of_a_package_compiles_a_separate_file(package, tmp_path, monkeypatch):
     fun, programs = Counted(double), tmp_path / "programs"
     aot(fun, programs, key="1")(X)
     ours = only_file(programs)
@@ -728,7 +728,7 @@ def test_another_version_of_a_package_compiles_a_file_of_its_own(package, tmp_pa
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_another_installation_or_machine_compiles_a_file_of_its_own(change, tmp_path, monkeypatch):
+def test_another_installation_or_machine_compiles_a_separate_file(change, tmp_path, monkeypatch):
     fun = Counted(double)
     aot(fun, tmp_path, key="1")(X)
     ours = only_file(tmp_path)
@@ -738,7 +738,7 @@ def test_another_installation_or_machine_compiles_a_file_of_its_own(change, tmp_
     tells_them_apart(fun, tmp_path, ours)
 
 
-def test_another_processor_compiles_a_file_of_its_own(tmp_path):
+def test_another_processor_compiles_a_separate_file(tmp_path):
     fun = Counted(double)
     aot(fun, tmp_path, key="1")(X)
     ours = only_file(tmp_path)
@@ -748,11 +748,11 @@ def test_another_processor_compiles_a_file_of_its_own(tmp_path):
 
 
 def on_another_processor(directory: str) -> None:
-    platform.machine = lambda: "another"  # before it is asked for, which is done once
+    platform.machine = lambda: "another"  # before the value is cached
     has_a_file_of_its_own(Counted(double), Path(directory))
 
 
-def test_other_flags_of_xla_have_a_file_of_their_own(tmp_path, monkeypatch):
+def test_other_flags_of_xla_have_a_separate_file(tmp_path, monkeypatch):
     aot(double, tmp_path, key="1")(X)
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp " + os.environ.get("XLA_FLAGS", ""))
     aot(double, tmp_path, key="1")(X)
@@ -762,7 +762,7 @@ def test_other_flags_of_xla_have_a_file_of_their_own(tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_the_file_of_another_program_is_a_warning(tmp_path):
+def test_the_file_of_another_program_warns(tmp_path):
     aot(double, tmp_path / "a", key="1")(X)
     aot(double, tmp_path / "b", key="1")(X[:2])
     only_file(tmp_path / "b").replace(only_file(tmp_path / "a"))
@@ -770,10 +770,10 @@ def test_the_file_of_another_program_is_a_warning(tmp_path):
         np.testing.assert_array_equal(aot(double, tmp_path / "a", key="1")(X), 2 * X)
 
 
-def test_what_jax_cannot_load_is_a_warning(tmp_path):
+def test_a_file_that_jax_cannot_load_warns(tmp_path):
     aot(double, tmp_path, key="1")(X)
     path = only_file(tmp_path)
-    line, _, _ = path.read_bytes()[32:].partition(b"\n")  # behind the checksum
+    line, _, _ = path.read_bytes()[32:].partition(b"\n")  # after the checksum
     rest = line + b"\nno program"
     path.write_bytes(hashlib.sha256(rest).digest() + rest)
     with pytest.warns(UserWarning, match=r"cannot be loaded \(UnpicklingError: .*\); the program is compiled again"):
@@ -781,7 +781,7 @@ def test_what_jax_cannot_load_is_a_warning(tmp_path):
     assert path.stat().st_size > 1000
 
 
-def test_what_cannot_be_read_is_a_warning(tmp_path):
+def test_an_unreadable_file_warns(tmp_path):
     aot(double, tmp_path, key="1")(X)
     path = only_file(tmp_path)
     path.unlink()
@@ -795,7 +795,7 @@ def test_what_cannot_be_read_is_a_warning(tmp_path):
     assert only_file(tmp_path) == path
 
 
-def test_a_directory_that_cannot_be_made_is_a_warning(tmp_path):
+def test_a_directory_that_cannot_be_created_warns(tmp_path):
     program = aot(double, tmp_path / "file" / "programs", key="1")
     (tmp_path / "file").write_bytes(b"")
     with pytest.warns(UserWarning, match="cannot be .*Not a directory"):
@@ -865,21 +865,21 @@ def test_several_processes_write_nothing(tmp_path, monkeypatch):
         np.testing.assert_array_equal(aot(double, tmp_path, key="1")(X), 2 * X)
 
 
-def test_a_program_that_calls_out_of_xla_is_lowered_first(tmp_path):
-    eye = sparse.BCSR.fromdense(np.eye(3, dtype=np.float32))  # its product is no operation of XLA, nor of LAPACK
+def test_a_program_with_external_calls_is_lowered_first(tmp_path):
+    eye = sparse.BCSR.fromdense(np.eye(3, dtype=np.float32))  # its product is neither an operation of XLA nor of LAPACK
     fun = Counted(lambda x: eye @ x)
     for _ in range(2):
         np.testing.assert_array_equal(aot(fun, tmp_path, key="1")(X), X)
     assert (fun.traces, len(list(tmp_path.iterdir()))) == (2, 1)
 
 
-def test_donated_arguments_that_are_not_used_are_warned_of_as_by_jit(tmp_path):
+def test_unused_donated_arguments_warn_as_in_jit(tmp_path):
     shrinking = jax.jit(lambda x: x[:1], donate_argnums=0)
     with pytest.warns(UserWarning, match="Some donated buffers were not usable"):
         aot(shrinking, tmp_path, key="1")(jnp.asarray(X))
 
 
-def test_the_path_is_that_of_the_directory_then(tmp_path, monkeypatch):
+def test_a_relative_path_refers_to_the_initial_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     program = aot(double, "here", key="1")
@@ -889,7 +889,7 @@ def test_the_path_is_that_of_the_directory_then(tmp_path, monkeypatch):
     assert len(list((tmp_path / "here").iterdir())) == len(list((tmp_path / "home" / "there").iterdir())) == 1
 
 
-def test_what_cannot_be_a_path_or_key_is_refused(tmp_path):
+def test_invalid_paths_and_keys_are_refused(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ValueError, match="aot: path must be a directory, but '.*file' is a file; pass its"):
         aot(double, tmp_path / "file")
@@ -905,7 +905,7 @@ def test_what_cannot_be_a_path_or_key_is_refused(tmp_path):
         aot(3, tmp_path)
 
 
-def test_what_cannot_be_an_argument_is_refused(tmp_path):
+def test_invalid_arguments_are_refused(tmp_path):
     program = aot(lambda x, options, y=1.0: x, tmp_path, key="1")
     with pytest.raises(TypeError, match=r"aot: `options\['mode'\]` is a str, not an array, .*bind it"):
         program(X, {"mode": "sum"})

@@ -1,4 +1,4 @@
-"""Structures are told apart as they are by JAX, and made again from text."""
+"""Structures are distinguished as in JAX, and restored from text."""
 
 import collections
 import dataclasses
@@ -46,11 +46,11 @@ def test_a_description_names_types_and_what_is_static_but_no_addresses():
     ]
     texts = [described(jax.tree.structure(kind)) for kind in kinds]
     assert len(set(texts)) == len(kinds)
-    assert described(jax.tree.structure(Data(1, Plain(1)))) == texts[7]  # it does not say what it holds
+    assert described(jax.tree.structure(Data(1, Plain(1)))) == texts[7]  # `Plain` does not expose its value
     assert "0x" not in "".join(texts)
 
 
-def test_a_module_is_as_before_when_it_has_been_updated():
+def test_a_module_keeps_its_structure_when_updated():
     linear = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
     model = nnx.Sequential(linear, nnx.relu)
     before = described(jax.tree.structure(split_tree(model)))
@@ -80,14 +80,14 @@ TREES: list[Any] = [
 
 
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: type(tree).__name__)
-def test_a_structure_is_made_again_from_text(tree):
+def test_a_structure_is_restored_from_text(tree):
     structure = jax.tree.structure(tree)
     again = read(json.loads(json.dumps(written(structure, []))), [])
     assert again == structure
     assert str(again) == str(structure)
 
 
-def test_what_is_static_in_an_argument_may_be_in_a_result():
+def test_static_parts_of_an_argument_may_be_in_a_result():
     function = scaled(1.0)
     known = nodes(jax.tree.structure([{"a": 1}, Data(1, function)]))
     structure = jax.tree.structure({"out": (Data([1, 2], function), None)})
@@ -97,7 +97,7 @@ def test_what_is_static_in_an_argument_may_be_in_a_result():
         written(structure, nodes(jax.tree.structure(Data(1, scaled(1.0)))))
 
 
-def test_classes_without_a_name_need_an_argument_of_them():
+def test_local_classes_need_an_argument_of_their_class():
     class Local(NamedTuple):
         x: Any
 

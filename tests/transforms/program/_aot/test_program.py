@@ -1,4 +1,4 @@
-"""A key is the caller's word that the code is the same; that it was not is found out, and said."""
+"""A key asserts that the code is unchanged; a change is detected and reported."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ STALE = (
 )
 
 
-# What makes `step` another function: code in a module, with a number in it that somebody edits.
+# Edits that change `step`: module code with a number to replace.
 EDITS = {
     "a default": "def step(x, rate={}): return rate * x",
     "a default by keyword": "def step(x, *, rate={}): return rate * x",
     "a default under a transform": """
 def inner(x, rate={}): return (rate * x).sum()
 step = jax.grad(inner)""",
-    "the rate of a decorator": """
+    "an argument of a decorator": """
 def times(rate):
     def wrap(fun):
         return functools.wraps(fun)(lambda x: rate * fun(x))
     return wrap
 @times({})
 def step(x): return x""",
-    "a function under a decorator that hides it": """
+    "a function hidden by a decorator": """
 def plain(fun): return lambda x: fun(x)
 def inner(x): return {} * x
 step = plain(inner)""",
     "a default under jit and partial": """
 def inner(x, y, rate={}): return rate * x + y
 step = functools.partial(jax.jit(inner), y=0.0)""",
-    "an array that is bound by a partial": """
+    "an array bound by a partial": """
 step = functools.partial(lambda x, rate: rate * x, rate=jnp.full(4, {}))""",
-    "the constant of a function in it": """
+    "a constant of a nested function": """
 def step(x):
     def inner(): return {} * x
     return inner()""",
@@ -83,7 +83,7 @@ class Step(eqx.Module):
     @eqx.filter_jit
     def __call__(self, x): return {} * x
 step = Step()""",
-    "what is bound by the partial of a method": """
+    "an argument bound by the partial of a method": """
 class Step:
     def method(self, x, rate): return rate * x
     times = functools.partialmethod(method, rate={})
@@ -126,7 +126,7 @@ class Step:
     __slots__ = ()
     __call__ = functools.partial(lambda x, rate: rate * x, rate={})
 step = Step()""",
-    "the registered functions of a pytree": """
+    "the flatten functions of a pytree": """
 class Pair:
     def __init__(self, x): self.x = x
 jax.tree_util.register_pytree_node(Pair, lambda pair: (({} * pair.x,), None), lambda _, x: Pair(*x))
@@ -147,7 +147,7 @@ def inner(x): return x.sum()
 @inner.defjvp
 def rule(primals, tangents): return inner(*primals), {} * tangents[0].sum()
 step = jax.grad(inner)""",
-    "what an object holds": """
+    "the attribute of an object": """
 class Step:
     def __init__(self, rate): self.rate = [rate]
     def method(self, x): return self.rate[0] * x
@@ -159,7 +159,7 @@ def step(x): return -optimizer.update(x, optimizer.init(x))[0]""",
 
 
 def module_of(code: str, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A module of this code, which can be imported by this name."""
+    """Return a module with this code, importable under this name."""
     module: Any = types.ModuleType(name)
     vars(module).update(eqx=eqx, functools=functools, grad=grad, jax=jax, jnp=jnp, nnx=nnx, optax=optax)
     monkeypatch.setitem(sys.modules, name, module)
@@ -168,7 +168,7 @@ def module_of(code: str, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def found_to_be_stale(old: Callable[..., Any], make: Callable[[], Callable[..., Any]], directory: Path) -> None:
-    """Assert that `old`, compiled in a process, is noticed to be another function than `make()` in the next one."""
+    """Assert that the next process detects that `make()` differs from the compiled `old`."""
     before = jax.tree.leaves(aot(old, directory, key="1")(X))
     new = make()
     after = jax.tree.leaves(new(X))
@@ -194,14 +194,14 @@ def test_an_edit_is_noticed_before_the_second_call_returns(edit, tmp_path, monke
     found_to_be_stale(old().step, lambda: new().step, tmp_path)
 
 
-def test_an_edit_of_what_only_seems_to_be_a_standard_module_is_noticed(tmp_path, monkeypatch):
+def test_an_edit_of_a_module_that_shadows_a_standard_one_is_detected(tmp_path, monkeypatch):
     old, new = (
         functools.partial(module_of, f"def step(x): return {rate} * x", "wave", monkeypatch) for rate in (2.0, 3.0)
     )
     found_to_be_stale(old().step, lambda: new().step, tmp_path)
 
 
-def test_an_edit_of_another_package_is_noticed(tmp_path, monkeypatch):
+def test_an_edit_of_another_package_is_detected(tmp_path, monkeypatch):
     def installed(rate: float) -> Any:
         module_of(f"def times(x): return {rate} * x", "package", monkeypatch)
         return module_of("import package\ndef step(x): return package.times(x)", "edited", monkeypatch).step
@@ -209,7 +209,7 @@ def test_an_edit_of_another_package_is_noticed(tmp_path, monkeypatch):
     found_to_be_stale(installed(2.0), lambda: installed(3.0), tmp_path)
 
 
-def test_a_setting_of_flax_is_noticed(tmp_path):
+def test_a_setting_of_flax_is_detected(tmp_path):
     class Net(linen.Module):
         @linen.compact
         def __call__(self, x: Any) -> Any:
@@ -229,7 +229,7 @@ def test_a_setting_of_flax_is_noticed(tmp_path):
         found_to_be_stale(step, make, tmp_path)
 
 
-def test_other_code_for_the_structure_of_the_result_is_noticed(tmp_path):
+def test_a_changed_result_structure_is_detected(tmp_path):
     program = aot(lambda x: {"a": x, "b": -x}, tmp_path, key="1")
     assert list(program(X)) == ["a", "b"]
     program = aot(lambda x: {"a": x, "c": -x}, tmp_path, key="1")
@@ -239,7 +239,7 @@ def test_other_code_for_the_structure_of_the_result_is_noticed(tmp_path):
     assert list(program(X)) == ["a", "c"]
 
 
-def test_what_is_the_same_is_traced_once_and_no_more(tmp_path, end_of_process):
+def test_unchanged_functions_are_traced_only_once(tmp_path, end_of_process):
     traces = []
 
     def step(x: Any) -> Any:
@@ -256,13 +256,13 @@ def test_what_is_the_same_is_traced_once_and_no_more(tmp_path, end_of_process):
     assert [*counts, len(traces)] == [1, 2, 2, 2, 2]
 
 
-def test_each_kind_of_arguments_is_compared_by_itself(tmp_path):
+def test_each_kind_of_arguments_is_compared_separately(tmp_path):
     sizes = (1, 2, 3)
     for n in sizes:
         aot(lambda x: 2.0 * x, tmp_path, key="1")(X[:n])
     program = aot(lambda x: 3.0 * x, tmp_path, key="1")
     np.testing.assert_array_equal(program(X[:1]), 2 * X[:1])
-    with pytest.raises(RuntimeError, match=STALE):  # of the first call
+    with pytest.raises(RuntimeError, match=STALE):  # from the first call
         program(X[:2])
     for n in (2, 3):
         with pytest.raises(RuntimeError, match=STALE):
@@ -321,12 +321,12 @@ def test_the_second_call_may_be_that_of_another_function_of_the_same_file(tmp_pa
         aot(thrice, tmp_path, key="1")(X)
     for n in range(3):
         np.testing.assert_array_equal(aot(thrice, tmp_path, key="1")(X), 3 * X)
-        assert len(traces) == 2 + n  # what has been stale is compared at once
+        assert len(traces) == 2 + n  # after a stale result, programs are checked immediately
     assert end_of_process() == []
     assert len(traces) == 4
 
 
-def test_no_two_threads_have_a_first_call(tmp_path):
+def test_only_one_thread_has_the_first_call(tmp_path):
     for n in range(1, 4):
         aot(lambda x: 2.0 * x, tmp_path, key="1")(X[:n])
     program = aot(lambda x: 3.0 * x, tmp_path, key="1")
@@ -335,7 +335,7 @@ def test_no_two_threads_have_a_first_call(tmp_path):
     assert all(x in (2.0, 3.0) or "was stale" in str(x) for x in found)
 
 
-def test_static_parts_that_cannot_be_told_apart_by_name_are_traced_in_one_process(tmp_path):
+def test_static_parts_without_distinct_names_are_traced_in_one_process(tmp_path):
     class Net(nnx.Module):
         def __init__(self, activation: Callable[..., Any]) -> None:
             self.activation = activation
@@ -348,16 +348,16 @@ def test_static_parts_that_cannot_be_told_apart_by_name_are_traced_in_one_proces
                 np.testing.assert_array_equal(program(net, X), rate * X)
 
 
-def test_unless_it_is_to_be_verified(tmp_path, end_of_process):
+def test_without_verification_a_stale_program_is_used(tmp_path, end_of_process):
     aot(lambda x: 2.0 * x, tmp_path, key="1")(X)
     program = aot(lambda x: 3.0 * x, tmp_path, key="1", verify=False)
     for _ in range(3):
         np.testing.assert_array_equal(program(X), 2 * X)
     assert end_of_process() == []
-    np.testing.assert_array_equal(grad(program)(X[0, 0]), np.float32(3.0))  # its own code is what is differentiated
+    np.testing.assert_array_equal(grad(program)(X[0, 0]), np.float32(3.0))  # derivatives use the function's own code
 
 
-def test_verify_goes_with_the_function_through_transforms(tmp_path):
+def test_verify_applies_under_transforms(tmp_path):
     model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
     aot(lambda model, x: model(x).sum(), tmp_path, key="1")(model, X)
     program = aot(model, tmp_path, key="1", verify=False)
@@ -366,7 +366,7 @@ def test_verify_goes_with_the_function_through_transforms(tmp_path):
     )
 
 
-def test_a_file_does_not_hide_a_value_of_a_transform_that_is_closed_over(tmp_path):
+def test_a_file_is_not_used_for_a_function_that_closes_over_a_tracer(tmp_path):
     def total(factor: Any) -> Any:
         return aot(lambda x: (factor * x).sum(), tmp_path, key="1")(X)
 
@@ -376,7 +376,7 @@ def test_a_file_does_not_hide_a_value_of_a_transform_that_is_closed_over(tmp_pat
     np.testing.assert_allclose(jax.jit(total)(3.0), 3 * X.sum(), rtol=1e-6)
 
 
-def test_what_cannot_be_traced_any_more_removes_the_file(tmp_path):
+def test_a_function_that_can_no_longer_be_traced_removes_the_file(tmp_path):
     def broken(x: Any) -> Any:
         raise ZeroDivisionError("no")
 
@@ -397,7 +397,7 @@ def test_what_cannot_be_traced_any_more_removes_the_file(tmp_path):
 
 
 @pytest.mark.parametrize("later", ["the next call", "the end"])
-def test_a_comparison_that_is_interrupted_is_made_later(later, tmp_path, end_of_process):
+def test_an_interrupted_comparison_is_repeated(later, tmp_path, end_of_process):
     def thrice(x: Any) -> Any:
         if interrupts:
             signal.raise_signal(interrupts.pop())
@@ -418,7 +418,7 @@ def test_a_comparison_that_is_interrupted_is_made_later(later, tmp_path, end_of_
     assert end_of_process() == []
 
 
-def test_a_new_program_that_cannot_be_written_takes_the_old_one_away(tmp_path):
+def test_a_failed_write_removes_the_stale_program(tmp_path):
     def called(x: Any) -> Any:
         return jax.pure_callback(lambda x: 3 * np.asarray(x), x, x)
 
@@ -434,8 +434,8 @@ def test_a_new_program_that_cannot_be_written_takes_the_old_one_away(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_has_to_be_traced_to_be_loaded_is_compared_at_once(tmp_path, end_of_process):
-    eye = sparse.BCSR.fromdense(np.eye(3, dtype=np.float32))  # its product is no operation of XLA
+def test_programs_that_are_traced_to_be_loaded_are_compared_at_once(tmp_path, end_of_process):
+    eye = sparse.BCSR.fromdense(np.eye(3, dtype=np.float32))  # its product is not an operation of XLA
     aot(lambda x: 2.0 * (eye @ x), tmp_path, key="1")(X)
     program = aot(lambda x: 3.0 * (eye @ x), tmp_path, key="1")
     with pytest.raises(RuntimeError, match=STALE):
@@ -444,7 +444,7 @@ def test_what_has_to_be_traced_to_be_loaded_is_compared_at_once(tmp_path, end_of
     assert end_of_process() == []
 
 
-def test_what_waits_holds_no_array_of_the_arguments(tmp_path, end_of_process):
+def test_deferred_checks_hold_no_arguments(tmp_path, end_of_process):
     aot(lambda x: 2.0 * x, tmp_path, key="1")(jnp.asarray(X))
     held = jnp.asarray(X)
     aot(lambda x: 3.0 * x, tmp_path, key="1")(held)
@@ -452,10 +452,10 @@ def test_what_waits_holds_no_array_of_the_arguments(tmp_path, end_of_process):
     del held
     gc.collect()
     assert reference() is None
-    assert ["was stale: " in warning for warning in end_of_process()] == [True]  # it did wait
+    assert ["was stale: " in warning for warning in end_of_process()] == [True]  # the check was deferred
 
 
-def test_threads_that_call_at_once_all_hear_of_it_or_have_the_new_result(tmp_path):
+def test_concurrent_calls_raise_or_return_the_new_result(tmp_path):
     aot(lambda x: 2.0 * x, tmp_path, key="1")(X)
     program = aot(lambda x: 3.0 * x, tmp_path, key="1")
     program(X)
@@ -465,7 +465,7 @@ def test_threads_that_call_at_once_all_hear_of_it_or_have_the_new_result(tmp_pat
 
 
 def called_at_once(program: Callable[..., Any], arguments: list[Any]) -> list[Any]:
-    """For each argument, which has a thread of its own: by what the first number was multiplied, or the error."""
+    """Call in one thread for each argument; return the factor applied to its first entry, or the error."""
     found: list[Any] = []
     together = threading.Barrier(len(arguments))
 
@@ -485,8 +485,8 @@ def called_at_once(program: Callable[..., Any], arguments: list[Any]) -> list[An
     return found
 
 
-# Programs that are wanted once in a process, in several surroundings; and two objects of one key, which are called in
-# turn. The arguments say how the process ends, and where in this sequence it begins.
+# Programs that are called once per process, in several contexts, and two objects with one key that are called
+# alternately. The arguments select how the process ends, and where in this sequence it starts.
 SCRIPT = """
 import json, sys
 import jax, jax.numpy as jnp, numpy as np
@@ -521,7 +521,7 @@ class Loss:
 
 def found_or_said(program):
     said = []
-    for _ in range(3):  # each file is of one of the two, so both may be stale
+    for _ in range(3):  # each file belongs to one of the two, so both may be stale
         try:
             return float(program(x)[0]), said
         except RuntimeError as error:
@@ -573,7 +573,7 @@ def test_at_the_end_of_a_process_what_is_stale_is_warned_of_and_removed(ended):
 
 
 @pytest.mark.xdist_group("aot at the end of processes")
-def test_two_objects_of_one_key_are_right_or_refused_from_the_second_call_on(ended):
+def test_two_functions_with_one_key_are_correct_or_refused_from_the_second_call(ended):
     stale = 0
     for done in ended:
         called = set()
@@ -585,12 +585,12 @@ def test_two_objects_of_one_key_are_right_or_refused_from_the_second_call_on(end
     assert stale >= len(ended)
 
 
-# Programs that wait for the end of the process, each in a directory of its own. A fork of it ends before.
+# Programs whose checks are deferred to exit, each with its own directory. A fork exits earlier.
 WAITING = """
 import atexit, os, shutil, sys, warnings
 
 process = os.getpid()
-atexit.register(lambda: os.getpid() != process and os._exit(4))  # after all else, where JAX would crash in a fork
+atexit.register(lambda: os.getpid() != process and os._exit(4))  # runs last, where JAX would crash in a fork
 
 import jax, jax.numpy as jnp
 from plurax.transforms.program import aot
@@ -630,7 +630,7 @@ warnings.simplefilter("error")
 
 @pytest.fixture(scope="module")
 def waiting(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], Callable[[str], list[str]]]:
-    """Where it was, what it has printed, and a function that returns the warnings about one of its directories."""
+    """Return the directory, the output, and a function that returns the warnings about one of its subdirectories."""
     directory = tmp_path_factory.mktemp("aot")
     (directory / "script.py").write_text(WAITING)
     done = subprocess.run(
@@ -643,7 +643,7 @@ def waiting(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], 
 
 
 @pytest.mark.xdist_group("aot at the end of processes")
-def test_at_the_end_a_directory_that_is_gone_stays_so(waiting):
+def test_at_exit_a_removed_directory_is_not_recreated(waiting):
     directory, _, warnings_about = waiting
     (warning,) = warnings_about("gone")
     assert re.search(r"was stale: .* It is removed\.", warning)
@@ -651,7 +651,7 @@ def test_at_the_end_a_directory_that_is_gone_stays_so(waiting):
 
 
 @pytest.mark.xdist_group("aot at the end of processes")
-def test_at_the_end_what_cannot_be_traced_is_warned_of_and_removed(waiting):
+def test_at_exit_untraceable_programs_warn_and_are_removed(waiting):
     directory, _, warnings_about = waiting
     (warning,) = warnings_about("untraceable")
     assert re.search(r"aot: .* could not be verified, because tracing fun .*IndexError.*is removed", warning)
@@ -659,14 +659,14 @@ def test_at_the_end_what_cannot_be_traced_is_warned_of_and_removed(waiting):
 
 
 @pytest.mark.xdist_group("aot at the end of processes")
-def test_at_the_end_a_filter_that_makes_warnings_errors_hides_none(waiting):
+def test_at_exit_warnings_as_errors_are_all_shown(waiting):
     directory, _, warnings_about = waiting
     assert ["was stale: " in warning for warning in warnings_about("several")] == [True, True]
     assert list((directory / "several").iterdir()) == []
 
 
 @pytest.mark.xdist_group("aot at the end of processes")
-def test_under_a_mesh_without_devices_there_is_a_program_too(waiting):
+def test_under_an_abstract_mesh_a_program_is_written_too(waiting):
     directory, printed, warnings_about = waiting
     assert printed[0] == "[2.0, 4.0, 6.0, 8.0]"
     assert warnings_about("abstract") == []
@@ -674,9 +674,9 @@ def test_under_a_mesh_without_devices_there_is_a_program_too(waiting):
 
 
 @pytest.mark.xdist_group("aot at the end of processes")
-def test_a_fork_does_not_trace_at_its_end(waiting):
+def test_a_fork_does_not_trace_at_exit(waiting):
     directory, printed, _ = waiting
-    assert printed[1] == "4 2"  # its exit code, and the files that it has left
+    assert printed[1] == "4 2"  # its exit code, and the number of its files
     assert "aot:" not in (directory / "fork.txt").read_text()
 
 
@@ -690,7 +690,7 @@ def umask(mask: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("key", ["1", None])
-def test_a_file_that_everybody_may_write_is_refused(key, tmp_path):
+def test_a_world_writable_file_is_refused(key, tmp_path):
     with umask(0):
         aot(lambda x: 2.0 * x, tmp_path, key=key)(X)
     (path,) = tmp_path.iterdir()

@@ -1,4 +1,4 @@
-"""Folded functions against those they were folded from."""
+"""Folded functions against the original functions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,7 @@ def normal(seed: int, *shape: int, dtype: Any = np.float32) -> jax.Array:
 
 
 def norm(seed: int, *channels: int, shift: bool = True) -> dict[str, jax.Array]:
-    """Parameters and statistics of a batch norm; without `shift` those whose shift is zero."""
+    """Return parameters and statistics of a batch norm; without `shift`, mean and bias are zero."""
     draw = np.random.default_rng(seed).uniform
     ranges = {"mean": (-1, 1), "var": (0.5, 2), "scale": (0.5, 2), "bias": (-1, 1)}
     zero = () if shift else ("mean", "bias")
@@ -40,7 +40,7 @@ def bn(p: dict[str, jax.Array], x: jax.Array, axis: int = -1) -> jax.Array:
 
 
 def batch_bn(p: dict[str, jax.Array], x: jax.Array, axes: tuple[int, ...] = (-1,)) -> jax.Array:
-    """A norm by statistics over all axes but some: of training mode, if these are those of channels."""
+    """Normalize with statistics over all axes except `axes`: training mode, if these are the channels."""
     kept = [axis % x.ndim for axis in axes]
     over = tuple(i for i in range(x.ndim) if i not in kept)
     shape = [n if i in kept else 1 for i, n in enumerate(x.shape)]
@@ -55,7 +55,7 @@ def conv(x: jax.Array, kernel: jax.Array, padding: Any = "SAME", **settings: Any
 
 
 def assert_close(ours: Any, theirs: Any, tolerance: float = 1e-5) -> None:
-    """The same structure, shapes and dtypes, and values to a part of the largest."""
+    """Assert the same structure, shapes and dtypes, and close values, relative to the largest."""
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
     for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
@@ -64,7 +64,7 @@ def assert_close(ours: Any, theirs: Any, tolerance: float = 1e-5) -> None:
 
 
 def of_arrays(fun: Callable[..., Any], params: Any) -> tuple[Callable[..., Any], Any]:
-    """The function as one of the arrays of its parameters, to be compiled, and these."""
+    """Return the function with the arrays of its parameters as first argument, for `jit`, and these arrays."""
     if isinstance(params, nnx.Module):
         graphdef, state = nnx.split(params)
         return lambda state, *args: fun(nnx.merge(graphdef, state), *args), state
@@ -75,7 +75,7 @@ def of_arrays(fun: Callable[..., Any], params: Any) -> tuple[Callable[..., Any],
 def folds(
     fun: Callable[..., Any], params: Any, *args: Any, folded: int, kept: int = 0, tolerance: float = 1e-5
 ) -> tuple[Callable[..., Any], dict[str, jax.Array], Any]:
-    """Fold, and compare with the function as it was, on a batch that is one example larger."""
+    """Fold, and compare with the original function on a batch with one more example."""
     result = new, new_params, report = fold_bn(fun, params, *args)
     assert (len(report.folded), len(report.kept)) == (folded, kept), str(report)
     more = jax.tree.map(lambda x: jnp.concatenate([x, jnp.cos(x[:1])]), args)
@@ -85,19 +85,19 @@ def folds(
 
 
 def kept_because(fun: Callable[..., Any], params: Any, *args: Any) -> str:
-    """The one reason for which the one candidate was kept."""
+    """Return the reason why the only candidate was kept."""
     _, _, report = folds(fun, params, *args, folded=0, kept=1)
     return report.kept[0].reason
 
 
 def compiled(fun: Callable[..., Any], *args: Any) -> tuple[Any, str, float]:
-    """What a function gives, the compiled program, and how many bytes it reads and writes."""
+    """Return the output, the compiled program, and the bytes that it accesses."""
     program: Any = jax.jit(fun).lower(*args).compile()
     return program(*args), program.as_text(), program.cost_analysis()["bytes accessed"]
 
 
 def assert_leaner(fun: Callable[..., Any], params: Any, new: Callable[..., Any], new_params: Any, x: jax.Array) -> None:
-    """The same results, with no norm left to compute and fewer bytes read and written."""
+    """Assert the same results, without a norm and with fewer bytes accessed."""
     as_it_was, arrays = of_arrays(fun, params)
     (old_out, old_text, old_bytes), (out, text, size) = compiled(as_it_was, arrays, x), compiled(new, new_params, x)
     assert_close(out, old_out)
@@ -114,7 +114,7 @@ def test_a_wrong_value_a_dtype_and_a_count_fail() -> None:
         folds(lambda p, x: bn(p["bn"], x @ p["w"]), {"w": normal(1, 3, 5), "bn": norm(2, 5)}, x, folded=2)
 
 
-# ---- The model of PyTorch's tutorial: a norm behind each of three convolutions, one nested and one wrapped
+# ---- The model of PyTorch's tutorial: a norm after each of three convolutions, one nested and one wrapped
 
 
 class WrappedNNX(nnx.Module):
@@ -237,10 +237,10 @@ def test_all_norms_of_the_tutorial_fold(library: Callable[..., Any], features: i
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_training_mode_is_not_folded_and_the_cure_is_named(library: Callable[..., Any]) -> None:
+def test_training_mode_is_not_folded_and_the_remedy_is_named(library: Callable[..., Any]) -> None:
     fun, params = library(3, train=True)
     x = normal(1, 4, 5, 6, 3)
-    if library is in_nnx:  # whose statistics would change
+    if library is in_nnx:  # its statistics would change
         with pytest.raises(ValueError, match=r"fold_bn: fun changes `bn1\.\w+` .* training; call model\.eval\(\)"):
             fold_bn(fun, params, x)
         return
@@ -291,7 +291,7 @@ def test_a_norm_after_any_convolution_folds(n: int, settings: dict[str, Any]) ->
 
 @pytest.mark.parametrize("padding", ["SAME", "VALID", "CIRCULAR"])
 def test_norms_after_modules_fold(padding: str) -> None:
-    # A transposed convolution around a circle adds up parts of what it gives.
+    # A transposed convolution with circular padding sums parts of its output.
     kept = int(padding == "CIRCULAR")
 
     class Model(nnx.Module):
@@ -363,14 +363,14 @@ def test_a_shared_kernel_becomes_two() -> None:
     assert sorted(new_params) == ["shift", "shift_2", "w", "w_2"]
 
 
-def test_a_kernel_that_is_used_as_it_was_stays() -> None:
+def test_a_kernel_with_other_uses_is_kept() -> None:
     params = {"w": normal(1, 4, 4), "bn": norm(2, 4)}
     _, new_params, _ = folds(lambda p, x: bn(p["bn"], x @ p["w"]) @ p["w"], params, normal(3, 2, 4), folded=1)
     assert sorted(new_params) == ["shift", "w", "w_2"]
     np.testing.assert_array_equal(new_params["w"], params["w"])
 
 
-def test_what_a_module_makes_of_its_weights_is_folded() -> None:
+def test_computed_weights_of_a_module_are_folded() -> None:
     def fun(p: Any, x: jax.Array) -> jax.Array:
         kernel = p["v"] / jnp.linalg.norm(p["v"], axis=0) * p["g"]
         return bn(p["bn"], x @ kernel)
@@ -388,7 +388,7 @@ def test_constants_that_a_function_closes_over_are_folded() -> None:
 
 
 @pytest.mark.parametrize("statistics", [jnp.bfloat16, jnp.float32])
-def test_low_precision_weights_keep_their_dtype_and_the_shift_that_of_the_statistics(statistics: Any) -> None:
+def test_low_precision_weights_keep_their_dtype_and_shifts_that_of_the_statistics(statistics: Any) -> None:
     def fun(p: Any, x: jax.Array) -> jax.Array:
         x = conv(x.astype(jnp.bfloat16), p["w"].astype(jnp.bfloat16)).astype(statistics)
         return bn(p["bn"], x).astype(jnp.bfloat16)
@@ -422,7 +422,7 @@ def test_a_norm_before_a_convolution_without_padding_folds(n: int, groups: int) 
     assert "shift" in new_params
 
 
-def test_a_norm_between_products_goes_backwards_and_one_behind_an_activation_forwards() -> None:
+def test_a_norm_between_products_folds_backwards_and_one_after_an_activation_forwards() -> None:
     params = {"w": normal(1, 3, 4), "v": normal(2, 4, 5), "m": norm(3, 4), "n": norm(4, 4)}
     fun = lambda p, x: bn(p["n"], jax.nn.relu(bn(p["m"], x @ p["w"]))) @ p["v"]
     _, _, report = folds(fun, params, normal(5, 2, 3), folded=2)
@@ -441,7 +441,7 @@ def test_a_norm_before_products_of_all_kinds_folds_into_each() -> None:
     assert new_params["shift_3"].shape == (3, 2)
 
 
-def test_a_norm_goes_through_flattening_where_it_must() -> None:
+def test_a_norm_folds_through_flattening() -> None:
     params = {"w": normal(1, 3, 2, 4, 2), "v": normal(2, 12, 3), "bn": norm(3, 12), "n": norm(4, 2)}
     fun = lambda p, x: bn(p["bn"], conv(x, p["w"]).reshape(-1, 12)) @ p["v"]
     folds(fun, params, normal(5, 2, 2, 3, 4), folded=1)
@@ -466,7 +466,7 @@ def test_the_normalization_of_inputs_folds() -> None:
     assert sorted(new_params) == ["shift", "w"]
 
 
-# ---- What is kept
+# ---- Kept norms
 
 
 IMAGE = normal(9, 2, 5, 6, 4)
@@ -516,7 +516,7 @@ PARAMS = {"w": normal(1, 3, 2, 4, 4), "b": normal(2, 4), "bn": norm(3, 4), "v": 
         (lambda p, x: (x @ p["v"].astype(complex) * p["b"]).real, "complex numbers are not folded"),
     ],
 )
-def test_what_is_kept_has_its_reason(fun: Callable[..., Any], reason: str) -> None:
+def test_kept_norms_have_a_reason(fun: Callable[..., Any], reason: str) -> None:
     with np.errstate(all="ignore"):
         new, params, report = fold_bn(fun, PARAMS, IMAGE)
     assert len(report.folded) == 0
@@ -524,7 +524,7 @@ def test_what_is_kept_has_its_reason(fun: Callable[..., Any], reason: str) -> No
     np.testing.assert_allclose(new(params, IMAGE), jax.jit(fun)(PARAMS, IMAGE), 1e-5, 1e-5)
 
 
-def test_parts_of_the_batch_with_weights_of_their_own_fold_no_norm() -> None:
+def test_weights_that_differ_within_the_batch_fold_no_norm() -> None:
     fun = lambda p, x: bn(p["bn"], conv(bn(p["bn"], jnp.sin(x)), p["w"], "VALID", batch_group_count=2))
     new, params, report = fold_bn(fun, PARAMS, IMAGE)
     assert_close(new(params, IMAGE), fun(PARAMS, IMAGE))
@@ -541,7 +541,7 @@ def test_weights_that_their_dtype_cannot_hold_are_kept() -> None:
     assert "underflow in float16" in kept_because(fun, params, normal(2, 2, 4))
 
 
-def test_a_product_with_a_derivative_rule_of_its_own_stays_as_it_is() -> None:
+def test_a_product_with_a_custom_derivative_rule_is_unchanged() -> None:
     @jax.custom_jvp
     def dense(x: jax.Array, w: jax.Array) -> jax.Array:
         return x @ w
@@ -555,12 +555,12 @@ def test_a_product_with_a_derivative_rule_of_its_own_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("dtype", [int, jnp.uint8])
-def test_integers_are_no_candidates(dtype: Any) -> None:
+def test_integers_are_not_candidates(dtype: Any) -> None:
     params = {"w": jnp.arange(12, dtype=dtype).reshape(4, 3), "s": jnp.arange(3, dtype=dtype)}
     folds(lambda p, x: (x.astype(dtype) @ p["w"]) * p["s"], params, normal(1, 2, 4), folded=0)
 
 
-def test_a_stopped_gradient_stays_stopped() -> None:
+def test_a_stopped_gradient_is_kept() -> None:
     fun = lambda p, x: lax.stop_gradient(x @ p["v"]) * p["b"]
     assert "no convolution or dense product" in kept_because(fun, PARAMS, IMAGE)
     new, params, _ = fold_bn(fun, PARAMS, IMAGE)
@@ -587,7 +587,7 @@ def test_gates_and_residuals_end_a_chain() -> None:
     folds(fun, PARAMS, IMAGE, folded=2)
 
 
-# ---- Statistics of the batch, and those of an example
+# ---- Batch statistics and instance statistics
 
 
 @pytest.mark.parametrize(
@@ -641,7 +641,7 @@ def response_norm(p: Any, x: jax.Array) -> jax.Array:
 
 
 def of_places(p: Any, x: jax.Array) -> jax.Array:
-    """An instance norm of an example, without an axis of the batch."""
+    """Instance norm of one example, without a batch axis."""
     return batch_bn(p["bn"], conv(x[None], p["w"])[0])
 
 
@@ -670,7 +670,7 @@ def test_norms_of_examples_are_kept_as_norms_by_statistics_of_data(name: str) ->
     assert [row for row in report.kept if "no convolution" in row.reason or row.what == "batch norm"] == []
 
 
-def test_a_batch_norm_of_what_was_gated_or_scaled_is_a_candidate() -> None:
+def test_a_batch_norm_of_gated_or_scaled_inputs_is_a_candidate() -> None:
     gated = lambda p, x: bn(p["bn"], squeeze_and_excite(p, x))
     assert "it scales a gate" in kept_because(gated, PARAMS, IMAGE)
     scaled = lambda p, x: (lambda y: bn(p["bn"], y) + y)(x * p["b"])
@@ -724,7 +724,7 @@ def test_other_arguments_may_be_modules_numbers_and_flags() -> None:
         assert_close(new(params, batch, twice, factor), fun(PARAMS, batch, twice, factor))
 
 
-def test_shapes_are_enough_of_an_example() -> None:
+def test_shapes_suffice_as_an_example() -> None:
     fun = lambda p, x: bn(p["bn"], conv(x, p["w"]))
     new, params, _ = fold_bn(fun, PARAMS, jax.ShapeDtypeStruct(IMAGE.shape, IMAGE.dtype))
     assert_close(new(params, IMAGE), fun(PARAMS, IMAGE))
@@ -753,7 +753,7 @@ def test_folding_works_inside_of_a_trace_if_the_parameters_are_known() -> None:
     assert_close(jax.jit(outer)(IMAGE), bn(PARAMS["bn"], conv(IMAGE, PARAMS["w"])))
 
 
-def test_scopes_and_lines_stay_those_of_the_user() -> None:
+def test_scopes_and_source_lines_of_the_user_are_kept() -> None:
     def fun(p: Any, x: jax.Array) -> jax.Array:
         with jax.named_scope("stem"):
             return jax.jit(lambda x: jnp.tanh(bn(p["bn"], conv(x, p["w"]))))(x)
@@ -765,7 +765,7 @@ def test_scopes_and_lines_stay_those_of_the_user() -> None:
     assert "test_fold_bn.py" in text
 
 
-def test_the_folded_function_says_what_it_is() -> None:
+def test_the_repr_of_the_folded_function() -> None:
     def classify(params: Any, x: jax.Array) -> jax.Array:
         return x @ params["v"]
 
@@ -790,7 +790,7 @@ def test_the_report_has_a_line_for_each() -> None:
     assert str(report.folded[0]).endswith(": into w")
 
 
-# ---- What is refused
+# ---- Errors
 
 
 def test_wrong_arguments_are_refused() -> None:
@@ -836,7 +836,7 @@ def test_other_parameters_are_refused() -> None:
         lambda p, x: x @ p["v"] * p["b"] + (0 if len(x) == 2 else jnp.sin(p["bn"]["bias"])),
     ],
 )
-def test_a_program_that_is_another_for_another_shape_is_refused(fun: Callable[..., Any]) -> None:
+def test_a_program_that_depends_on_the_shape_is_refused(fun: Callable[..., Any]) -> None:
     new, params, report = fold_bn(fun, PARAMS, IMAGE)
     assert len(report.folded) == 1
     assert_close(new(params, IMAGE), fun(PARAMS, IMAGE))
@@ -880,7 +880,7 @@ class ResNet18(nnx.Module):
         return self.head(x.mean((1, 2)))
 
 
-def test_resnet18_is_folded_whole() -> None:
+def test_resnet18_is_folded_completely() -> None:
     model = ResNet18((4, 5, 6, 8), nnx.Rngs(0))
     norms = [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.BatchNorm)]
     for i, node in enumerate(norms):
@@ -913,7 +913,7 @@ PIECES: dict[str, tuple[tuple[int, ...], Callable[..., jax.Array]]] = {
 
 @st.composite
 def networks(draw: st.DrawFn) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """A network of any pieces on images of 4 channels, and its parameters."""
+    """Draw a network of random layers for images with 4 channels, and its parameters."""
     params: dict[str, Any] = {}
     pieces = []
     for i, name in enumerate(draw(st.lists(st.sampled_from(sorted(PIECES)), max_size=9))):
@@ -934,7 +934,7 @@ def networks(draw: st.DrawFn) -> tuple[Callable[..., Any], dict[str, Any]]:
 
 
 @given(networks(), st.integers(1, 2))
-def test_any_network_gives_what_it_gave(network: tuple[Callable[..., Any], dict[str, Any]], batch: int) -> None:
+def test_random_networks_keep_their_results(network: tuple[Callable[..., Any], dict[str, Any]], batch: int) -> None:
     fun, params = network
     x = normal(7, 2, 3, 5, 4)
     new, new_params, report = fold_bn(fun, params, x[:batch])

@@ -1,4 +1,4 @@
-"""Flops and bytes by shapes, against XLA's own analysis and against formulas."""
+"""Flops and bytes from shapes, against XLA's own analysis and formulas."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +13,12 @@ from plurax.transforms.program._ir.hlo import HloProgram
 
 
 def program_of(fun: Callable[..., Any], *args: Any) -> HloProgram:
-    """As it is lowered, before XLA has changed it."""
+    """Return the program as lowered, before XLA's optimizations."""
     return HloProgram(jax.jit(fun).lower(*args).as_text("hlo"))
 
 
 def total(program: HloProgram) -> int:
-    """Of a program without loops and calls."""
+    """Sum the flops of a program without loops and calls."""
     return sum(flops(program, x) for x in program.computations[program.entry])
 
 
@@ -102,10 +102,10 @@ def test_types_have_their_sizes() -> None:
     assert memory(program, negated) == 2 * 8 * 15
 
 
-def test_of_a_slice_and_an_update_in_place_only_the_part_counts() -> None:
+def test_slices_and_in_place_updates_count_only_their_part() -> None:
     def update(x: Any, y: Any, i: Any) -> Any:
         return lax.dynamic_update_slice(x, lax.dynamic_slice(y, (i, 0), (1, 5)) * 2.0, (i, 0))
 
     program = HloProgram(jax.jit(update, donate_argnums=0).lower(ones(7, 5), ones(9, 5), 3).compile().as_text())
     moved = sum(memory(program, x) for x in program.computations[program.entry] if x.opcode == "fusion")
-    assert 4 * (5 + 5) <= moved <= 4 * (5 + 5) + 64  # and the place, some integers
+    assert 4 * (5 + 5) <= moved <= 4 * (5 + 5) + 64  # and the indices, a few integers

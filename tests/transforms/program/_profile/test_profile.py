@@ -1,4 +1,4 @@
-"""Where the time of a call goes: what is attributed, and that it is attributed where it belongs."""
+"""Attribution of a call's time to layers and operations."""
 
 import json
 import sys
@@ -82,12 +82,12 @@ def of_transformer() -> Profile:
 
 
 def is_attributed(found: Profile, *call: Any) -> bool:
-    """Whether nine tenths are; others on the machine can only make it less, so it may be tried again."""
+    """Whether nine tenths are attributed; retries, since other load on the machine can only lower the share."""
     return found.attributed >= 0.9 or any(profile(*call).attributed >= 0.9 for _ in range(4))
 
 
 def flops_of(found: Profile, op: str) -> dict[str, int]:
-    """The flops of an operation by its scopes."""
+    """Return the flops of an operation by scope."""
     flops: dict[str, int] = {}
     for row in found.operations:
         if row.op == op:
@@ -96,7 +96,7 @@ def flops_of(found: Profile, op: str) -> dict[str, int]:
 
 
 def nested(x: jax.Array, ws: jax.Array) -> jax.Array:
-    """A product in a scan in a scan: 5 x 3 turns."""
+    """A product in a scan in a scan: 5 x 3 iterations."""
 
     def turn(x: jax.Array, _: None) -> tuple[jax.Array, None]:
         def inner(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
@@ -138,7 +138,7 @@ def test_scopes_are_names_without_the_structure_of_the_program(name: str, expect
     assert scope_of(name) == expected
 
 
-def test_an_instruction_made_of_several_is_named_after_the_first() -> None:
+def test_a_merged_instruction_is_named_after_the_first() -> None:
     names = "jit(f)/a/mul;jit(f)/b/add"
     line = f'  ROOT %x = f32[2]{{0}} multiply(%y, %y), metadata={{op_name="{names}"}}'
     program = HloProgram(f"HloModule m\n\nENTRY %main (y: f32[2]) -> f32[2] {{\n{line}\n}}\n")
@@ -171,8 +171,8 @@ def test_nine_tenths_of_a_training_step_are_attributed() -> None:
     assert {"jvp(up)", "transpose(jvp(up))", "jvp(attention)/query", "transpose(jvp(attention))/query"} <= scopes
 
 
-def test_each_layer_has_the_flops_that_are_its_own(of_cnn: Profile) -> None:
-    inside = 16 * 22 * 22 * 9 + 16 * 4 * 22 * 6 + 16 * 4 * 4  # positions of a window of 3 x 3 that are in the image
+def test_each_layer_has_its_own_flops(of_cnn: Profile) -> None:
+    inside = 16 * 22 * 22 * 9 + 16 * 4 * 22 * 6 + 16 * 4 * 4  # window positions (3 x 3) inside the image
     flops = flops_of(of_cnn, "conv_general_dilated")
     assert flops["first"] == 2 * 8 * 3 * inside
     assert flops["blocks/0/conv"] == flops["blocks/1/conv"] == 2 * 8 * 16 * inside
@@ -185,7 +185,7 @@ def test_gradients_of_weights_are_in_their_layers(cnn: CNN) -> None:
 
     found = profile(step, cnn, IMAGES)
     assert is_attributed(found, step, cnn, IMAGES)
-    # XLA leaves no names on the convolutions that it makes of these; the two blocks are alike.
+    # The convolutions that XLA derives from these have no names; the two blocks are equal.
     flops = flops_of(found, "conv_general_dilated")
     assert len(flops) == 2 * 3
     assert flops["transpose(jvp(first))"] == flops["jvp(first)"]  # the images have no gradient
@@ -206,7 +206,7 @@ def test_gradients_of_branches_are_in_their_layers() -> None:
 
     step = nnx.grad(lambda model, x: (model(x) ** 2).mean())
     flops = flops_of(profile(step, Branches(nnx.Rngs(0)), IMAGES, repeats=1), "conv_general_dilated")
-    # The nearest neighbor with a name of the gradient of the short one's weights is in another layer.
+    # For the gradient of the short branch's weights, the nearest named neighbor is in another layer.
     assert flops["transpose(jvp(short))"] == 2 * flops["jvp(short)"]
     assert flops["transpose(jvp(long))"] == 2 * flops["jvp(long)"]
 
@@ -228,11 +228,11 @@ def test_scans_count_as_often_as_they_turn() -> None:
     found = profile(nested, jnp.ones((9, 8)), jnp.ones((3, 8, 8)))
     (row,) = (x for x in found.operations if x.op == "dot_general")
     assert (row.scope, row.count, row.flops) == ("outer/inner", 15, 15 * 2 * 9 * 8 * 8)
-    # The weights are read one at a time, not all in each turn.
+    # Each iteration reads one weight matrix, not all.
     assert row.bytes <= 15 * 4 * (9 * 8 + 8 * 8 + 9 * 8)
 
 
-def test_the_gradient_of_a_scan_counts_as_often_as_it_turns() -> None:
+def test_the_gradient_of_a_scan_counts_each_iteration() -> None:
     found = profile(jax.grad(lambda x, ws: nested(x, ws).sum()), jnp.ones((9, 8)), jnp.ones((3, 8, 8)))
     flops = sum(x.flops for x in found.operations if x.op == "dot_general")
     assert flops == 2 * 15 * 2 * 9 * 8 * 8
@@ -242,7 +242,7 @@ def test_lines_of_source_are_the_users(of_cnn: Profile) -> None:
     files = {row.source.rpartition(":")[0].rpartition("/")[2] for row in of_cnn.operations if row.flops}
     assert files == {"test_profile.py"}
     lines = {row.source for row in of_cnn.operations if row.op == "conv_general_dilated"}
-    assert len(lines) == 2  # of the first, and of that in a block
+    assert len(lines) == 2  # the first convolution, and the one in a block
 
 
 def test_a_function_without_scopes_is_attributed_to_its_lines() -> None:
@@ -261,17 +261,17 @@ def test_modules_are_not_changed(cnn: CNN) -> None:
     found = profile(lambda model, x: model(x).mean(), model, IMAGES)
     assert [type(part) for _, part in nnx.iter_modules(model)] == kinds
     jax.tree.map(np.testing.assert_array_equal, before, nnx.to_pure_dict(nnx.state(model)))
-    # What it would change of them is computed: the running statistics.
+    # The updates of the running statistics are computed.
     assert "blocks/0/norm" in {row.scope for row in found.operations if row.op in {"sub", "mul", "add", "div"}}
 
 
-def test_what_a_call_leaves_as_it_is_is_not_copied(cnn: CNN, of_cnn: Profile) -> None:
+def test_unchanged_arrays_are_not_copied(cnn: CNN, of_cnn: Profile) -> None:
     assert "copy" not in {row.op for row in of_cnn.operations}
     inside = profile(nnx.jit(lambda model, x: model(x)), cnn, IMAGES, repeats=1)
     assert "copy" not in {row.op for row in inside.operations}
 
 
-def test_kinds_are_put_back_where_tracing_fails() -> None:
+def test_classes_are_restored_when_tracing_fails() -> None:
     model = Block(4, nnx.Rngs(0))
     with pytest.raises(ValueError, match="feature dimension"):
         profile(model, jnp.ones((1, 8, 8, 5)))
@@ -279,7 +279,7 @@ def test_kinds_are_put_back_where_tracing_fails() -> None:
     assert type(model.conv) is nnx.Conv
 
 
-def test_modules_are_named_wherever_they_come_from(cnn: CNN) -> None:
+def test_modules_are_named_from_any_source(cnn: CNN) -> None:
     def scopes(fun: Any, *args: Any) -> set[str]:
         return set(flops_of(profile(fun, *args, repeats=1), "conv_general_dilated"))
 
@@ -292,7 +292,7 @@ def test_modules_are_named_wherever_they_come_from(cnn: CNN) -> None:
     assert two == {"a/conv", "b/conv"}
 
 
-def test_modules_are_found_in_whatever_a_function_refers_to(cnn: CNN) -> None:
+def test_modules_are_found_in_all_references_of_a_function(cnn: CNN) -> None:
     conv, x = cnn.blocks[0], jnp.ones((1, 5, 6, 16))
 
     class Caller:
@@ -340,7 +340,7 @@ def test_several_modules_have_the_names_of_their_variables(cnn: CNN) -> None:
     assert set(flops_of(found, "conv_general_dilated")) == {"models['a']/conv", "models['b']/conv"}
 
 
-def test_a_module_that_looks_at_types_runs_as_it_does() -> None:
+def test_a_module_that_checks_types_runs_unchanged() -> None:
     class ByType(nnx.Module):
         def __init__(self) -> None:
             self.linear = nnx.Linear(8, 5, rngs=nnx.Rngs(0))
@@ -360,24 +360,24 @@ def test_a_jitted_function_that_was_called_before_has_its_scopes(cnn: CNN) -> No
     assert set(flops_of(profile(jitted, x, 3, repeats=1), "conv_general_dilated")) == {"conv"}
 
 
-def test_threads_leave_modules_and_settings_as_they_were() -> None:
+def test_threads_restore_modules_and_settings() -> None:
     model, x = Block(4, nnx.Rngs(0)), jnp.ones((1, 5, 6, 4))
     model.eval()
     before = vars(model.conv).keys(), nnx.Conv.__call__
     with ThreadPoolExecutor(3) as pool:
-        # The profiler itself can run only once at a time.
+        # The profiler itself cannot run concurrently.
         counts = list(pool.map(lambda _: count_layout_ops(model, x), range(6)))
     assert counts == counts[:1] * 6
     assert (vars(model.conv).keys(), nnx.Conv.__call__) == before
     assert not jax.config.values["jax_compilation_cache_include_metadata_in_key"]
 
 
-def test_a_module_that_is_called_out_of_its_parent_has_its_whole_path(cnn: CNN) -> None:
+def test_a_module_called_outside_its_parent_has_its_full_path(cnn: CNN) -> None:
     found = profile(lambda model, x: model.blocks[0].conv(x), cnn, jnp.ones((1, 5, 6, 16)), repeats=1)
     assert set(flops_of(found, "conv_general_dilated")) == {"blocks/0/conv"}
 
 
-def test_parts_keep_their_paths_in_transforms_of_nnx_and_merged_modules_have_some(cnn: CNN) -> None:
+def test_paths_are_kept_in_nnx_transforms_and_for_merged_modules(cnn: CNN) -> None:
     def remat(model: CNN, x: jax.Array) -> jax.Array:
         for block in model.blocks:
             x = nnx.remat(lambda block, x: block(x))(block, x)
@@ -420,7 +420,7 @@ def test_linen_modules_have_their_own_scopes() -> None:
     assert set(flops_of(found, "dot_general")) == {"Net/first", "Net/second"}
 
 
-def test_products_with_turned_operands_are_products() -> None:
+def test_products_with_transposed_operands_are_products() -> None:
     found = profile(jax.vmap(lambda x, w: w.T @ x, (0, None)), jnp.ones((3, 8)), jnp.ones((8, 5)), repeats=1)
     assert flops_of(found, "dot_general") == {"": 2 * 3 * 8 * 5}
 
@@ -466,7 +466,7 @@ def test_static_arguments_of_every_kind(cnn: CNN) -> None:
         assert op in {row.op for row in profile(fun, *args, repeats=1).operations}
 
 
-def test_small_loops_are_looked_into() -> None:
+def test_small_loops_are_analyzed() -> None:
     def mapped(x: jax.Array) -> jax.Array:
         with jax.named_scope("mapped"):
             return jax.lax.map(jnp.sin, x)
@@ -491,7 +491,7 @@ def test_shares_of_a_fusion_have_all_its_flops(of_cnn: Profile, cnn: CNN) -> Non
         assert sum(share.part for share in found) == pytest.approx(1.0)
 
 
-def test_scopes_may_have_any_letters() -> None:
+def test_scopes_may_have_any_characters() -> None:
     for name in ("ünï", "it's", 'a "b"', "a b", "back\\slash"):
 
         def fun(x: jax.Array, name: str = name) -> jax.Array:
@@ -502,7 +502,7 @@ def test_scopes_may_have_any_letters() -> None:
             assert set(flops_of(profile(fun, jnp.ones((5, 5)), mode=mode, repeats=1), "dot_general")) == {name}
 
 
-def test_under_a_transform_or_another_profile_it_says_so(tmp_path: Path) -> None:
+def test_profiling_under_a_transform_or_another_profile_raises(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="profile: arguments have no values under jax.jit, jax.grad or jax.vmap"):
         jax.jit(lambda x: profile(jnp.sin, x))(1.0)
     with (
@@ -515,10 +515,10 @@ def test_under_a_transform_or_another_profile_it_says_so(tmp_path: Path) -> None
 def test_numbers_are_arrays() -> None:
     for number in (2.0, np.float32(2.0), np.full(3, 2.0, np.float32)):
         found = profile(lambda x, y: jnp.exp(x) * y, number, jnp.ones(3), repeats=1)
-        assert "exp" in {row.op for row in found.operations}  # and not a constant of the program
+        assert "exp" in {row.op for row in found.operations}  # not a constant of the program
 
 
-def test_programs_kept_by_the_persistent_cache_do_not_bring_their_scopes() -> None:
+def test_programs_from_the_persistent_cache_do_not_keep_their_scopes() -> None:
     def one(x: jax.Array) -> jax.Array:
         with jax.named_scope("one"):
             return jnp.cosh(x) @ x
@@ -562,7 +562,7 @@ def test_eager_counts_each_operation_of_scans_loops_and_branches() -> None:
     assert found.attributed == pytest.approx(1.0, abs=1e-6)
 
 
-def test_eager_says_that_its_sum_is_not_the_jitted_time(cnn: CNN) -> None:
+def test_eager_states_that_its_sum_is_not_the_jitted_time(cnn: CNN) -> None:
     found = profile(cnn, IMAGES, mode="eager", repeats=2)
     heading = found.table().splitlines()[0]
     assert "This sum is not the time of the compiled function" in heading
@@ -570,7 +570,7 @@ def test_eager_says_that_its_sum_is_not_the_jitted_time(cnn: CNN) -> None:
     assert set(flops_of(found, "conv_general_dilated")) == {"first", "blocks/0/conv", "blocks/1/conv"}
 
 
-def test_eager_lines_of_jitted_functions_are_those_that_call_them() -> None:
+def test_eager_attributes_jitted_functions_to_the_calling_line() -> None:
     found = profile(lambda x: jnp.linalg.norm(x) + jax.nn.gelu(x), jnp.ones(3), mode="eager", repeats=1)
     assert all("test_profile.py:" in row.source for row in found.operations)
 
@@ -581,7 +581,7 @@ def test_both_modes_agree_on_flops_of_products(cnn: CNN, of_cnn: Profile) -> Non
         assert flops_of(eager, op) == flops_of(of_cnn, op)
 
 
-def test_eager_flops_are_those_of_what_runs() -> None:
+def test_eager_counts_the_flops_of_executed_code() -> None:
     found = profile(lambda x: jnp.cumsum(x, 1), jnp.ones((10, 1000)), mode="eager", repeats=1)
     assert sum(row.flops for row in found.operations) < 50 * 10 * 1000
 
@@ -662,7 +662,7 @@ def test_wrong_arguments_are_refused(of_cnn: Profile) -> None:
         of_cnn.plot(by="layer")
 
 
-def test_without_matplotlib_a_plot_says_what_to_install(of_cnn: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_a_plot_names_the_extra(of_cnn: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ModuleNotFoundError, match="plots need matplotlib; install it with: pip install"):
         of_cnn.plot()

@@ -1,4 +1,4 @@
-"""Times of instructions from the events of a trace, with traces made up for the purpose."""
+"""Instruction times from trace events, on synthetic traces."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,7 +69,7 @@ def mark(start: int, program: int = 0) -> Event:
 
 
 def seconds(*events: Event) -> dict[str, float]:
-    """What a trace on a CPU says of one run, in units of its clock."""
+    """Return the times for the events of one run on a CPU, in clock units."""
     trace = Trace([Plane("/host:CPU", [Line([mark(0)]), *(Line([event]) for event in events)])])
     ((_, (found,)),) = _events(trace, {"jit_f"})
     return {name: pytest.approx(time * 1e9) for name, time in _timeline(PROGRAM, found).seconds.items()}
@@ -79,37 +79,37 @@ def test_one_after_another() -> None:
     assert seconds(op("first", 10, 5), op("second", 20, 7)) == {"first": 5, "second": 7}
 
 
-def test_one_that_takes_no_time() -> None:
+def test_an_instruction_without_duration() -> None:
     assert seconds(op("first", 10, 0), op("second", 20, 7)) == {"second": 7}
 
 
-def test_two_at_once_share_the_time() -> None:
+def test_concurrent_instructions_share_the_time() -> None:
     assert seconds(op("first", 10, 10), op("other", 15, 10)) == {"first": 7.5, "other": 7.5}
 
 
-def test_what_a_loop_runs_is_not_counted_to_the_loop() -> None:
+def test_the_body_is_not_counted_as_part_of_the_loop() -> None:
     assert seconds(op("loop", 10, 20), op("inner", 12, 5), op("inner", 20, 5)) == {"loop": 10, "inner": 10}
 
 
-def test_one_that_is_divided_among_threads_lasts_until_its_end() -> None:
+def test_an_instruction_on_several_threads_lasts_until_its_end() -> None:
     assert seconds(op("first", 10, 1, key=3), end(18, 3), op("other", 30, 2)) == {"first": 8, "other": 2}
 
 
-def test_an_end_that_is_told_late_is_bound_by_what_waits_for_it() -> None:
+def test_a_late_end_event_is_bounded_by_dependent_instructions() -> None:
     assert seconds(op("first", 10, 1, key=3), op("second", 15, 7), end(40, 3)) == {"first": 5, "second": 7}
-    # `other` does not wait for it.
+    # `other` does not wait for `first`.
     assert seconds(op("first", 10, 1, key=3), op("other", 15, 5), end(20, 3)) == {"first": 7.5, "other": 2.5}
 
 
-def test_the_next_turn_waits_for_the_last() -> None:
+def test_each_iteration_waits_for_the_previous_one() -> None:
     assert seconds(op("inner", 10, 1, key=3), op("inner", 16, 4), end(40, 3)) == {"inner": 10}
 
 
-def test_events_of_other_programs_are_left_out() -> None:
+def test_events_of_other_programs_are_excluded() -> None:
     assert seconds(op("first", 10, 5), op("first", 30, 5, module="jit_g")) == {"first": 5}
 
 
-def test_where_there_is_a_device_the_host_only_enqueues() -> None:
+def test_with_a_device_host_events_are_excluded() -> None:
     trace = Trace(
         [
             Plane("/host:CPU", [Line([mark(0), op("first", 5, 100)])]),
@@ -121,7 +121,7 @@ def test_where_there_is_a_device_the_host_only_enqueues() -> None:
     assert [sorted(event.name for event in events) for events in devices] == [["first", "second"], ["first"]]
 
 
-def test_runs_are_told_apart_by_the_calls_they_are_in() -> None:
+def test_runs_are_separated_by_their_calls() -> None:
     calls = [mark(0, 0), op("first", 5, 1), mark(10, 1), op("other", 15, 1), mark(20, 0), op("first", 25, 1)]
     found = _events(Trace([Plane("/host:CPU", [Line(calls)])]), {"jit_f"})
     assert [(program, [event.name for event in events]) for program, (events,) in found] == [

@@ -1,4 +1,4 @@
-"""What differs between two programs: exact counts, and durations above their noise."""
+"""Differences between two programs: exact counts, and durations above their noise."""
 
 import json
 import os
@@ -19,7 +19,7 @@ CATEGORIES = ("added", "deleted", "increased", "decreased", "unchanged")
 
 
 def layers(extra: int | None = None, leave_out: int | None = None) -> Callable[..., jax.Array]:
-    """Four layers; one may have a product more or no `tanh`."""
+    """Return four layers; one may have an extra product or no `tanh`."""
 
     def network(ws: list[jax.Array], x: jax.Array) -> jax.Array:
         for i, w in enumerate(ws):
@@ -52,7 +52,7 @@ def captured(
 
 
 def by_duration(control: list[float], test: list[float], **other: Any) -> TraceDiff:
-    """Two programs with one operation, by its seconds in some runs."""
+    """Compare two programs with one operation, given its seconds in some runs."""
     key = ("dot_general", "layer")
     return TraceDiff(
         captured({key: 1}, {key: control}, "p"), captured({key: 1}, {key: test}, **{"program": "q", **other})
@@ -68,7 +68,7 @@ def test_an_injected_product_is_found_in_its_scope() -> None:
     assert all(row.counts_change_categories == "=" for row in found.differences() if row.scope != "layer2")
 
 
-def test_the_other_way_round_it_is_decreased() -> None:
+def test_swapped_programs_give_a_decrease() -> None:
     found = trace_diff(layers(extra=2), layers(), WS, X, repeats=3)
     assert ("dot_general", "layer2", -1) in named(found.decreased)
 
@@ -86,7 +86,7 @@ def test_identical_programs_give_nothing_twenty_times() -> None:
         assert [len(getattr(found, name)) for name in CATEGORIES] == [0, 0, 0, 0, 4]
 
 
-def test_identical_functions_of_other_scopes_and_lines_are_compared_by_scope() -> None:
+def test_identical_functions_with_other_scopes_and_lines_are_compared_by_scope() -> None:
     def scoped(name: str) -> Callable[..., jax.Array]:
         def call(x: jax.Array) -> jax.Array:
             with jax.named_scope(name):
@@ -108,7 +108,7 @@ def test_scans_count_as_often_as_they_turn() -> None:
     assert ("sin", "", 2) in named(found.increased)
 
 
-def test_what_no_result_needs_does_not_count() -> None:
+def test_unused_results_do_not_count() -> None:
     def wasteful(x: jax.Array) -> jax.Array:
         jnp.exp(x) @ x.T
         return jnp.sin(x)
@@ -131,7 +131,7 @@ def test_dead_outputs_of_calls_and_loops_do_not_count() -> None:
     assert count_operations(jax.make_jaxpr(carried)(X).jaxpr) == {("sin", ""): 3, ("add", ""): 3, ("mul", ""): 3}
 
 
-def test_branches_count_once_and_loops_without_turns_do_not() -> None:
+def test_branches_count_once_and_loops_without_iterations_do_not() -> None:
     def branches(x: jax.Array) -> jax.Array:
         return jax.lax.cond(x.sum() > 0.0, jnp.sin, jnp.cos, x)
 
@@ -144,7 +144,7 @@ def test_branches_count_once_and_loops_without_turns_do_not() -> None:
     assert count_operations(jax.make_jaxpr(never)(X).jaxpr) == {("add", ""): 1}
 
 
-def test_what_each_device_runs_counts() -> None:
+def test_operations_of_each_device_count() -> None:
     mesh = jax.make_mesh((1,), ("d",))
 
     def sharded(x: jax.Array) -> jax.Array:
@@ -154,7 +154,7 @@ def test_what_each_device_runs_counts() -> None:
     assert count_operations(jax.make_jaxpr(sharded)(x).jaxpr) == {("tanh", ""): 2}
 
 
-def test_names_of_variables_and_lines_make_no_other_program() -> None:
+def test_variable_names_and_lines_do_not_change_the_program() -> None:
     one, other = jax.jit(lambda a: jnp.fft.fft(a)), jax.jit(
         lambda another: jnp.fft.fft(another)
     )  # fmt: skip
@@ -171,7 +171,7 @@ def test_a_longer_duration_is_called_above_the_noise_only() -> None:
     assert by_duration([2.0 * x for x in steady], steady).decreased
     assert by_duration(steady, [1.3 * x for x in wandering]).unchanged
     assert by_duration(steady, steady[::-1]).unchanged
-    # Less than a tenth is not worth the name.
+    # Changes below a tenth are ignored.
     assert by_duration([1.0] * 5, [1.09] * 5).unchanged
     assert by_duration([1.0] * 5, [1.12] * 5).increased
 
@@ -181,7 +181,7 @@ def test_the_same_program_has_no_change_on_the_same_machine() -> None:
     assert by_duration([1.0] * 5, [2.0] * 5).increased
 
 
-def test_a_machine_is_told_by_its_processor_and_the_cores_that_are_used(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_machine_is_identified_by_its_processor_and_available_cores(tmp_path: Path, monkeypatch: Any) -> None:
     machines = set()
     for model, cores in (("one", {0, 1}), ("another", {0, 1}), ("another", {1})):
         monkeypatch.setattr(Path, "read_text", lambda _, model=model: f"flags : fma\nmodel name\t: {model}\n")
@@ -194,19 +194,19 @@ def test_durations_of_other_machines_are_not_compared() -> None:
     assert by_duration([1.0] * 5, [2.0] * 5, machine="other").unchanged
 
 
-def test_less_than_a_hundredth_of_the_call_is_no_change() -> None:
+def test_changes_below_one_percent_of_the_call_are_ignored() -> None:
     long, short = ("dot_general", "a"), ("add", "b")
     runs = [captured({long: 1, short: 1}, {long: [1.0] * 5, short: [x] * 5}, str(x)) for x in (0.001, 0.003, 0.1)]
     assert [row.category for row in TraceDiff(runs[0], runs[1]).differences()] == ["unchanged", "unchanged"]
     assert [row.op for row in TraceDiff(runs[0], runs[2]).increased] == ["add"]
 
 
-def test_one_run_far_off_does_not_count_as_noise() -> None:
+def test_one_outlier_does_not_count_as_noise() -> None:
     runs = [1.0] * 10
     assert by_duration([*runs[1:], 50.0], [2.0 * x for x in runs]).increased
 
 
-def test_captures_compare_as_functions_do(tmp_path: Path) -> None:
+def test_captures_compare_as_functions(tmp_path: Path) -> None:
     control, test = tmp_path / "control.json", tmp_path / "test.json"
     written = capture(control, layers(), WS, X, repeats=3)
     capture(test, layers(extra=2), WS, X, repeats=3)
@@ -218,7 +218,7 @@ def test_captures_compare_as_functions_do(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["control.json", "test.json"]
 
 
-def test_a_capture_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
+def test_a_failed_capture_keeps_the_old_one(tmp_path: Path) -> None:
     path = tmp_path / "capture.json"
     capture(path, jnp.sin, X, repeats=2)
     before = path.read_text()
