@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import PartitionSpec as P
 
 from ...transforms._convolutions.as_products import convolutions_as_products
@@ -167,12 +167,16 @@ class Executor:
         return self.layout
 
     def member_program(self, inputs: StepInputs) -> Jaxpr:
-        """Trace the step of one member, with its whole batch."""
+        """Return the program of one member's step, with its whole batch."""
+        return self.trace_member(inputs).jaxpr
+
+    def trace_member(self, inputs: StepInputs) -> ClosedJaxpr:
+        """Return the program of one member's step, with the values of its constants."""
         # The program that "auto" hashes and searches for convolutions. A loss may name an axis of the mesh, which
         # exists only inside `shard_map`, so its size is declared here.
         axis_env = [] if self.layout is None else list(self.layout.mesh.shape.items())
         step = partial(self._step, inputs.state._structure)
-        return jax.make_jaxpr(step, axis_env=axis_env)(*inputs.of_member()).jaxpr
+        return jax.make_jaxpr(step, axis_env=axis_env)(*inputs.of_member())
 
     def _step_of_all(
         self, in_place: bool, static: tuple[Any, ...], arrays: Arrays, step: jax.Array, batch: Any

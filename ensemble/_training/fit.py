@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from ...transforms._core.arguments import describe
 from ...transforms._core.axes import broadcast_axes
 from ...transforms._runs.checkpoint import Checkpoint
 from ...transforms._runs.history import Recorder, is_recorded, numbers
+from ...transforms._runs.identity import Identity, check_same_run, in_a_run
 from ...transforms._runs.run_directory import RunDirectory
 from .._execution.forms import State
 from .._execution.stepper import Stepper
@@ -25,6 +26,7 @@ from .._step.member_status import Stop
 from .._step.state import TrainState
 from .checkpoint import read_run, write_state
 from .early_stopping import EarlyStopping, Restarts, Watch, members_in_words
+from .identity import check_program, parts_of
 
 
 class Callback(Protocol):
@@ -50,14 +52,23 @@ class Callback(Protocol):
 Resumed = tuple[TrainState, dict[str, np.ndarray] | None, Execution | None, dict[str, Any]]
 
 
-def resumed(store: RunDirectory | None, state: TrainState, stepper: Stepper, watch: Watch) -> Resumed:
+def resumed(
+    store: RunDirectory | None, identity: Identity | None, state: TrainState, stepper: Stepper, watch: Watch
+) -> Resumed:
     """Return the state from which a run continues, with its history, its execution, and the data of its `Watch`."""
-    found = None if store is None else store.newest(partial(_read, state, stepper.settings(), watch))
+    found = None
+    if store is not None and identity is not None:
+        read = store.newest(partial(_read, state, stepper.settings(), watch, store.resume is True))
+        if read is not None:
+            found, checkpoint, differences = read
+            identity.check(checkpoint, int(found[0].step), parts_of(found[0]), differences)
+            if differences:
+                # The values of the trainer, since that is what the caller has changed.
+                found = (_with_hyperparams(found[0], state), *found[1:])
     # A checkpoint before the given state is ignored: a later state means that training has continued elsewhere.
     if found is None or int(found[0].step) < watch.start:
         return state, None, None, {}
-    # A checkpoint at the step of the given state may be from another run, so the given state is used, without the
-    # `Watch` data of the checkpoint.
+    # At the step of a checkpoint the given state is used, without the `Watch` data: a new run with its own patience.
     return found if int(found[0].step) > watch.start else (state, *found[1:3], {})
 
 
@@ -72,6 +83,7 @@ class Run:
     callbacks: Sequence[Callback]
     execution: Execution | None
     taken: int
+    identity: Identity | None = None
     saved: int = -1
 
     def advance(self, state: State, batch: Any) -> tuple[State, tuple[dict[str, Any], np.ndarray]]:
@@ -84,6 +96,8 @@ class Run:
             # Batches have slices for all members, but the state has no rows for those that have left the run.
             arguments, axes = self.stepper.arguments(batch, watch.size)
             batch = watch.batch(arguments, broadcast_axes(axes, arguments))
+        if self.identity is not None and not self.identity.program_is_known:
+            check_program(self.identity, self.stepper, state, batch)
         after, metrics, self.execution = self.stepper.advance(
             state, batch, self.execution, donate=True, aloud=watch.aloud
         )
@@ -106,7 +120,7 @@ class Run:
             warnings.warn(
                 f"Trainer.fit: {named} stopped at step {step}, since the loss or the gradients were not finite; "
                 "the state before the step is kept.",
-                stacklevel=5,  # the caller of `fit`: above this method, the loop's two functions, and `fit`
+                stacklevel=6,  # the caller of `fit`: above this method, the loop's two functions, and two of `Trainer`
             )
         # A member that fails in this step still gets a row for it, with its non-finite loss.
         trained = np.zeros(size, bool)
@@ -129,7 +143,9 @@ class Run:
         if step == self.saved:  # already saved: the final checkpoint, or no member has trained since
             return
         self.saved = step
-        about, more = self.stepper.settings(self.execution), self.watch.parts(step, full)
+        assert self.identity is not None
+        about = {**self.stepper.settings(self.execution), **self.identity.manifest()}
+        more = self.watch.parts(step, full)
         self.store.write(step, lambda path: write_state("Trainer.fit", path, full, about, self.recorder.arrays(), more))
 
     def finish(self, given: TrainState, ended: State, target: int | None, interrupted: bool) -> TrainState:
@@ -142,14 +158,14 @@ class Run:
             warnings.warn(
                 f"Trainer.fit: the parameters of {members_in_words(nonfinite)} are no longer finite, though the "
                 "gradients were; the learning rate may be too large, or not finite.",
-                stacklevel=3,  # where `Trainer.fit` was called
+                stacklevel=4,  # where `Trainer.fit` was called
             )
         if target is not None and step < target and not interrupted:
             why = "all members have stopped" if watch.finished else "the batches ended"
             ends = f"{why} after step {step}, {target - step} steps before the {target - watch.start} asked for."
             stopped_early = (np.asarray(everywhere(last.standing.stopped)) == Stop.EARLY).any()
             if not (watch.finished and stopped_early):
-                warnings.warn(f"Trainer.fit: {ends}", stacklevel=3)
+                warnings.warn(f"Trainer.fit: {ends}", stacklevel=4)
             elif aloud:  # expected with early stopping, so it is printed, not a warning
                 tqdm.write(ends.capitalize(), file=sys.stderr)
         return last
@@ -163,12 +179,26 @@ def columns(stepper: Stepper, state: TrainState) -> dict[str, list[float]]:
     return {name: [float(str(x)) for x in np.asarray(everywhere(held[name]))] for name in stepper.columns}
 
 
-def _read(like: TrainState, settings: dict[str, Any], watch: Watch, checkpoint: Checkpoint) -> Resumed:
-    """Read a checkpoint; raise if a run with other settings wrote it."""
+def _read(
+    like: TrainState, settings: dict[str, Any], watch: Watch, resume: bool, checkpoint: Checkpoint
+) -> tuple[Resumed, Checkpoint, list[str]]:
+    """Read a checkpoint, and return what its settings differ in; raise if they do, unless `resume` allows it."""
     about = checkpoint.manifest
-    _check_settings(checkpoint, settings)
-    (state, watched), history = read_run(checkpoint, like, watch.parts(0, like)), checkpoint.history()
-    return state, history, Execution(*(about[x] for x in Execution._fields if x in about)), watched
+    differences = _different_settings(checkpoint, settings)
+    check_same_run(f"{checkpoint}", differences, resume)
+    with in_a_run():
+        state, watched = read_run(checkpoint, like, watch.parts(0, like))
+    execution = Execution(*(about[x] for x in Execution._fields if x in about))
+    return (state, checkpoint.history(), execution, watched), checkpoint, differences
+
+
+def _with_hyperparams(state: TrainState, given: TrainState) -> TrainState:
+    """Return a state with the hyperparameters of another one."""
+    opt_state, standing = state.opt_state, state.standing
+    if hasattr(opt_state, "hyperparams"):
+        opt_state = opt_state._replace(hyperparams=given.opt_state.hyperparams)
+    of_loss, schedules = given.standing.hyperparams, given.standing.schedules
+    return replace(state, opt_state=opt_state, standing=standing._replace(hyperparams=of_loss, schedules=schedules))
 
 
 def check_watched(stepper: Stepper, early: Any, restarts: Any, callbacks: Any) -> None:
@@ -182,18 +212,17 @@ def check_watched(stepper: Stepper, early: Any, restarts: Any, callbacks: Any) -
         raise TypeError(f"Trainer.fit: callbacks must be a list of functions, but got {describe(callbacks)}.")
 
 
-def _check_settings(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
-    """Raise if the checkpoint was written with another optimizer or other hyperparameters."""
+def _different_settings(checkpoint: Checkpoint, settings: dict[str, Any]) -> list[str]:
+    """Return in which settings a trainer differs from the one that wrote a checkpoint."""
     if "optimizer" not in checkpoint.manifest:
         raise ValueError(f"Trainer.fit: another kind of run wrote {checkpoint.path}; use another checkpoint_dir.")
     before, now = ({"optimizer": x["optimizer"], **x["hyperparams"]} for x in (checkpoint.manifest, settings))
-    # Compared by names and numbers, since the manifest is JSON; a ready optimizer is checked only by the structure of
-    # its state.
-    for name in [*before, *now]:
-        if before.get(name) != now.get(name):
-            found = f"has {name}={before.get(name)}, but the trainer has {name}={now.get(name)}"
-            remedy = "use another checkpoint_dir, or the same optimizer and hyperparameters"
-            raise ValueError(f"{checkpoint} {found}; {remedy}.")
+    # Compared by names and numbers, since the manifest is JSON.
+    return [
+        f"it has {name}={before.get(name)}, but the trainer has {name}={now.get(name)}"
+        for name in dict.fromkeys([*before, *now])
+        if before.get(name) != now.get(name)
+    ]
 
 
 def loss_range(metrics: Mapping[str, Any]) -> str:

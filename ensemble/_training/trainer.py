@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -16,9 +16,10 @@ from ...transforms._core.arguments import check_callable, check_choice, check_co
 from ...transforms._core.axes import Axes, check_in_axes
 from ...transforms._core.memory import check_budget
 from ...transforms._runs.history import History, Recorder
+from ...transforms._runs.identity import Identity
 from ...transforms._runs.loop import check_options, iterate, run, skip, total_steps
 from ...transforms._runs.processes import Group
-from ...transforms._runs.run_directory import RunDirectory
+from ...transforms._runs.run_directory import Resume, RunDirectory
 from .._execution.autotune import Tuning
 from .._execution.forms import State, stacked
 from .._execution.stepper import Stepper
@@ -32,6 +33,7 @@ from .._step.optimizer import MemberOptimizer, check_size
 from .._step.state import TrainState, check_state
 from .early_stopping import EarlyStopping, Restarts, Watch
 from .fit import Callback, Run, check_watched, columns, loss_range, resumed
+from .identity import check_program, identify
 
 Nonfinite = Literal["freeze", "ignore"]
 
@@ -223,6 +225,7 @@ class Trainer:
         checkpoint_dir: Any = None,
         checkpoint_every: int | None = None,
         checkpoint_keep: int = 2,
+        resume: Resume = "auto",
         history_every: int = 1,
         early_stopping: EarlyStopping | None = None,
         restarts: Restarts | None = None,
@@ -236,13 +239,20 @@ class Trainer:
           steps: the number of further steps; None trains until the batches end. A run that ends earlier warns, unless
             `early_stopping` ended it.
           progress: whether to show a bar with the range of the loss over the members and the steps per second.
-          checkpoint_dir: a directory for checkpoints (`step_00000100`, ...), created if missing. If it holds a complete
-            checkpoint later than `state`, training resumes from the newest one and skips one batch for each step by
-            which it is ahead; `steps` still counts from `state`. Damaged checkpoints are skipped with a warning, and
-            unfinished ones of a killed run are removed. Other files in the directory are left alone. A final checkpoint
-            is always written.
+          checkpoint_dir: a directory for checkpoints (`step_00000100`, ...), created if missing, and locked while the
+            run lasts. If it holds a complete checkpoint of this run later than `state`, training resumes from the
+            newest one and skips one batch for each step by which it is ahead; `steps` still counts from `state`.
+            Damaged checkpoints are skipped with a warning, and unfinished ones of a killed run are removed. Other files
+            in the directory are left alone. A final checkpoint is always written. One that cannot be written is warned
+            of, and training goes on.
           checkpoint_every: steps between checkpoints; None writes only the final one.
           checkpoint_keep: the number of newest checkpoints to keep.
+          resume: "auto" raises if the newest checkpoint is of another run: if the run did not start from `state` (to
+            the bit), or has another optimizer or other hyperparameters, another program of a step (the loss, `grad_fn`,
+            a ready optimizer; not compared after an update of JAX, Flax or optax), or a `Batches` with another key,
+            other settings or other data. (Of arrays above 64 MiB evenly spaced examples are compared; of other
+            iterables, nothing.) True goes on all the same, with the hyperparameters of this trainer. False renames all
+            checkpoints in the directory, and starts from `state`.
           history_every: steps between rows of the history.
           early_stopping: an `EarlyStopping`, which stops each member separately. The run ends when all have stopped.
             The evaluated values appear in the history as "validation".
@@ -262,33 +272,56 @@ class Trainer:
             another type; `callbacks` is not a list of functions.
           ValueError: as for `step`; a count is too small; `checkpoint_every` without `checkpoint_dir`; `restarts`
             without `nonfinite="freeze"`; `early_stopping.evaluate` does not return one number for each member; the
-            newest checkpoint has another ensemble, optax factory or hyperparameters, or is later than the last step
-            requested; `batches` has fewer batches than the checkpoint has used. (Two ready optimizers whose states have
-            the same structure cannot be distinguished.)
-          OSError: `checkpoint_dir` cannot be created.
+            newest checkpoint is of another run (see `resume`), or is later than the last step requested; `batches` has
+            fewer batches than the checkpoint has used; `resume` is unknown, or is given without `checkpoint_dir`.
+          OSError: `checkpoint_dir` cannot be created or written, another run is writing to it, or its disk has no room
+            for a checkpoint; raised before the first step.
 
         Cost:
-          The state is copied once; after that, each step reuses the memory of the previous state.
+          The state is copied once; after that, each step reuses the memory of the previous state. With
+          `checkpoint_dir`, a step is traced once more, and about one second for each GiB of `state` identifies the run.
         """
         check_state("Trainer.fit", state)
-        check_options("Trainer.fit", steps, checkpoint_dir, checkpoint_every, checkpoint_keep, history_every)
+        check_options("Trainer.fit", steps, checkpoint_dir, checkpoint_every, checkpoint_keep, history_every, resume)
         check_watched(self._stepper, early_stopping, restarts, callbacks)
-        source = iterate("Trainer.fit", batches)
-        start = int(state.step)
-        target = None if steps is None else start + steps
-        group, store = Group.of(state), None
-        if checkpoint_dir is not None:
-            store = RunDirectory.open("Trainer.fit", checkpoint_dir, checkpoint_keep, group)
+        source, group, start = iterate("Trainer.fit", batches), Group.of(state), int(state.step)
         watch = Watch(early_stopping, restarts, state, progress and group.is_first)
-        begin, recorded, execution, watched = resumed(store, state, self._stepper, watch)
+        total, target = total_steps(batches, steps), None if steps is None else start + steps
+        directory = RunDirectory.open("Trainer.fit", checkpoint_dir, checkpoint_keep, group, resume, start)
+        with directory as store:
+            identity = None if store is None else identify(store, state, batches)
+            options = checkpoint_every, history_every, callbacks
+            return self._fit(state, source, total, target, watch, store, identity, *options)
+
+    def _fit(
+        self,
+        state: TrainState[M],
+        source: Iterator[Any],
+        total: int | None,
+        target: int | None,
+        watch: Watch,
+        store: RunDirectory | None,
+        identity: Identity | None,
+        checkpoint_every: int | None,
+        history_every: int,
+        callbacks: Sequence[Callback],
+    ) -> tuple[TrainState[M], History]:
+        """Resume or begin a run, and train to its end."""
+        start, group = watch.start, Group.of(state)
+        begin, recorded, execution, watched = resumed(store, identity, state, self._stepper, watch)
         step = int(begin.step)
-        if target is not None and step > target:
-            newest = f"the newest checkpoint in {checkpoint_dir} is at step {step}"
-            raise ValueError(f"Trainer.fit: {newest}, after step {target}; take more steps or use another directory.")
-        if step > start:
-            skip("Trainer.fit", source, step - start)
+        if store is not None and identity is not None:
+            if target is not None and step > target:
+                newest = f"the newest checkpoint in {store.directory} is at step {step}, after step {target}"
+                raise ValueError(f"Trainer.fit: {newest}; take more steps or use another directory.")
+            if step > start:
+                # Compared before any step: if there is none left, the result is that of the checkpoint.
+                check_program(identity, self._stepper, begin, skip("Trainer.fit", source, step - start))
+                store.going_on(step, identity.differences)
+            if step != target:
+                store.check_room(step, (begin, watch.best, watch.snapshot))
         recorder = Recorder(history_every, recorded)
-        steps_of_run = Run(self._stepper, watch, recorder, store, callbacks, execution, step)
+        steps_of_run = Run(self._stepper, watch, recorder, store, callbacks, execution, step, identity)
         first: State = watch.begin(jax.tree.map(jnp.copy, begin), watched)
         ended, _, interrupted = run(
             first,
@@ -305,7 +338,7 @@ class Trainer:
             progress=watch.aloud,
             interruptible=group.is_alone,
             done=step - start,
-            total=total_steps(batches, steps),
+            total=total,
             finished=lambda: watch.finished,
         )
         last = steps_of_run.finish(state, ended, target, interrupted)

@@ -6,6 +6,8 @@ writes and reads independently.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,21 @@ import numpy as np
 
 
 def put(directory: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays to a new directory; if one fails, write none."""
+    """Write arrays to a new directory; if one fails, write none.
+
+    Raises:
+      OSError: the disk is full, or fails in another way.
+    """
+    try:
+        _put(directory, arrays)
+    except ValueError as error:
+        # Tensorstore raises `ValueError` for every error, with the code of the operating system in its text.
+        if code := re.search(r"os_error_code='(\d+)'", str(error)):
+            raise OSError(int(code[1]), os.strerror(int(code[1])), str(directory)) from error
+        raise
+
+
+def _put(directory: Path, arrays: Mapping[str, np.ndarray]) -> None:
     import tensorstore as ts
 
     context, transaction = ts.Context(), ts.Transaction()

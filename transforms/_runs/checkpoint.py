@@ -204,7 +204,7 @@ def write(
                 _check_replaceable(api, path)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 unfinished.mkdir()
-            return {part: [_held(leaf, size) for leaf in jax.tree.leaves(tree)] for part, tree in parts.items()}
+            return {part: [members_held(leaf, size) for leaf in jax.tree.leaves(tree)] for part, tree in parts.items()}
 
         def write_members() -> dict[str, Any]:
             """Write the members that this process owns; return their checksums and file sizes for the manifest."""
@@ -263,7 +263,7 @@ def write(
             shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _held(leaf: Any, size: int) -> dict[int, tuple[Any, int]]:
+def members_held(leaf: Any, size: int) -> dict[int, tuple[Any, int]]:
     """Return for each member that is complete in this process an array that contains it, and its index there."""
     leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf  # shards of keys are indexed like their data
     if getattr(leaf, "is_fully_addressable", True):

@@ -137,12 +137,14 @@ def iterate(api: str, batches: Iterable[Any]) -> Iterator[Any]:
         raise TypeError(f"{api}: batches must be an iterable of batches, but got {describe(batches)}.") from None
 
 
-def skip(api: str, source: Iterator[Any], count: int) -> None:
-    """Skip the batches that a checkpoint has used; raise if there are fewer."""
+def skip(api: str, source: Iterator[Any], count: int) -> Any:
+    """Skip the batches that a checkpoint has used, and return the first of them; raise if there are fewer."""
+    first = list(islice(source, 1))
     # A source with a method `skip` need not create the batches that it skips.
-    skipped = source.skip(count) if hasattr(source, "skip") else sum(1 for _ in islice(source, count))
-    if skipped < count:
+    rest = source.skip(count - 1) if hasattr(source, "skip") else sum(1 for _ in islice(source, count - 1))
+    if (skipped := len(first) + rest) < count:
         raise ValueError(f"{api}: the checkpoint has used {count} batches, but got {skipped}; pass the same batches.")
+    return first[0]
 
 
 def total_steps(batches: Any, steps: int | None) -> int | None:
@@ -154,7 +156,13 @@ def total_steps(batches: Any, steps: int | None) -> int | None:
 
 
 def check_options(
-    api: str, steps: Any, checkpoint_dir: Any, checkpoint_every: Any, checkpoint_keep: Any, history_every: Any
+    api: str,
+    steps: Any,
+    checkpoint_dir: Any,
+    checkpoint_every: Any,
+    checkpoint_keep: Any,
+    history_every: Any,
+    resume: Any,
 ) -> None:
     """Raise if an option of `fit` has a wrong type, is too small, or needs another option."""
     check_count(api, "steps", steps, 0, optional=True)
@@ -163,3 +171,7 @@ def check_options(
     check_count(api, "history_every", history_every, 1)
     if checkpoint_every is not None and checkpoint_dir is None:
         raise ValueError(f"{api}: checkpoint_every needs a checkpoint_dir to write to; pass one.")
+    if not isinstance(resume, bool) and resume != "auto":
+        raise ValueError(f'{api}: resume must be "auto", True or False, but got {resume!r}.')
+    if resume != "auto" and checkpoint_dir is None:
+        raise ValueError(f"{api}: resume={resume} needs a checkpoint_dir; pass one.")

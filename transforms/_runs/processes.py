@@ -17,6 +17,9 @@ class Damaged(ValueError):
     """A checkpoint that cannot be read completely."""
 
 
+_KINDS = (Damaged, ValueError, TypeError, OSError, FileExistsError, FileNotFoundError, PermissionError)
+
+
 @dataclass(frozen=True)
 class Group:
     """The processes whose devices hold some arrays: this process alone, or all processes.
@@ -72,7 +75,7 @@ class Group:
             result = work()
         except BaseException as raised:
             error = raised
-        failures = self.gather(None if error is None else [type(error).__name__, str(error)])
+        failures = self.gather(None if error is None else [_kind(error), str(error)])
         for process, failure in zip(self.processes, failures, strict=True):
             if failure is not None:
                 # The first failure, which is the same in all processes, so that all handle it in the same way.
@@ -81,9 +84,15 @@ class Group:
         return result  # type: ignore[return-value]  # no process has failed, so it has a value
 
 
+def _kind(error: BaseException) -> str:
+    """Return the name of the first class of an error that `_error` knows, or of its own class."""
+    names = [kind.__name__ for kind in type(error).__mro__]
+    return next((name for name in names if name in {kind.__name__ for kind in _KINDS}), names[0])
+
+
 def _error(name: str, message: str, process: int) -> Exception:
     """Return an error like that of another process, of the same class if that takes a message alone."""
-    for kind in (Damaged, ValueError, TypeError, OSError, FileExistsError, FileNotFoundError, PermissionError):
+    for kind in _KINDS:
         if kind.__name__ == name:
             return kind(f"{message} (In process {process}.)")
     return RuntimeError(f"{name}: {message} (In process {process}.)")

@@ -288,7 +288,7 @@ def test_metrics_may_change_between_steps(tmp_path, ens, make_batches):
         mixed = [batches[0], (*batches[1], np.ones(1, np.float32))]
         trainer.fit(trainer.init(ens), mixed, **options)
         trainer = Trainer(other, optax.sgd(0.1), strategy=strategy)
-        _, history = trainer.fit(trainer.init(ens), batches, **options)
+        _, history = trainer.fit(trainer.init(ens), batches, resume=True, **options)
         assert [set(row) for row in history[::3]] == [
             {"step", "member", "loss", "file"},
             {"step", "member", "loss", "file", "extra"},

@@ -20,15 +20,16 @@ from ..._core.prng import check_key
 from ..._models.equinox import differentiated, held
 from ..._models.split_model import Members, Model, is_members, models_of, split_tree
 from ..._runs.checkpoint import Checkpoint
-from ..._runs.history import History, Recorder
-from ..._runs.loop import check_options, run
+from ..._runs.history import History
+from ..._runs.loop import check_options
 from ..._runs.processes import Group
-from ..._runs.run_directory import RunDirectory
+from ..._runs.run_directory import Resume, RunDirectory
 from .._per_example.methods import Method, check_method
 from . import settings
 from .accounting import Accountant, Ledger
-from .sampling import Batch, SampledBatches, check_batch
-from .state import DPState, check_state, check_trainable, published, read_state, resumed, save_run, write_state
+from .fit import train
+from .sampling import Batch, SampledBatches, check_batch, padding_only
+from .state import DPState, check_state, check_trainable, published, read_state, write_state
 from .step import SAMPLING, PrivateStep
 
 
@@ -247,6 +248,7 @@ class DPSGD:
         checkpoint_dir: Any = None,
         checkpoint_every: int | None = None,
         checkpoint_keep: int = 2,
+        resume: Resume = "auto",
         history_every: int = 1,
     ) -> tuple[DPState[Model], History]:
         """Run the training loop until all steps are taken or an ε budget is reached.
@@ -259,13 +261,16 @@ class DPSGD:
           together: for an ensemble, whether the budget and the progress bar count all members as published together.
           sizes: as for `batches`.
           progress: whether to show a progress bar with an upper bound on the ε spent (per member, unless `together`).
-          checkpoint_dir: a directory for checkpoints named `step_00000100` and so on; it is created if missing. If it
-            holds a complete checkpoint later than `state`, training resumes from the newest, with results equal to an
-            uninterrupted run bit for bit; `steps` counts from `state`. Damaged checkpoints are skipped with a warning,
-            the incomplete checkpoint of a killed run is removed, and other files are not touched. A final checkpoint
-            is always written. Checkpoints hold the keys of noise and batches: keep them as secret as the data.
+          checkpoint_dir: a directory for checkpoints named `step_00000100` and so on; it is created if missing, and
+            locked meanwhile. If it holds a complete checkpoint of this run later than `state`, training resumes from
+            the newest, with results equal to an uninterrupted run bit for bit; `steps` counts from `state`. Damaged
+            checkpoints are skipped with a warning, the incomplete checkpoint of a killed run is removed, and other
+            files are not touched. A final checkpoint is always written; one that cannot be written is warned of.
+            Checkpoints hold the keys of noise and batches, and a digest of the data: keep them as secret as the data.
           checkpoint_every: steps between checkpoints; None writes only the final one.
           checkpoint_keep: the number of checkpoints to keep; older ones are removed.
+          resume: as for `Trainer.fit`: "auto" raises if the newest checkpoint is of another run (another first state,
+            loss, optimizer or data), True goes on all the same, and False renames all checkpoints and starts anew.
           history_every: steps between rows of the history.
 
         Returns:
@@ -275,12 +280,12 @@ class DPSGD:
 
         Raises:
           TypeError, ValueError: as for `step` and `batches`; more steps than `num_steps`; a budget that `state` already
-            exceeds; a checkpoint made with other settings or another model, or later than the last requested step.
-          OSError: `checkpoint_dir` cannot be created.
+            exceeds; a checkpoint of another run, with other settings, or later than the last requested step.
+          OSError: `checkpoint_dir` cannot be written, is in use, or has no room; raised before the first step.
         """
         from tqdm import tqdm
 
-        check_options("DPSGD.fit", steps, checkpoint_dir, checkpoint_every, checkpoint_keep, history_every)
+        check_options("DPSGD.fit", steps, checkpoint_dir, checkpoint_every, checkpoint_keep, history_every, resume)
         check_state("DPSGD.fit", state, self.ledger)
         start, models = int(state.step), published(state, together)
         wanted = max(start, self.num_steps) if steps is None else start + steps
@@ -293,38 +298,24 @@ class DPSGD:
             target = self.ledger.steps_within(budget, self.target_delta, self.accountant, models, wanted)
         if target < start:
             raise ValueError(f"DPSGD.fit: {start} steps already spent more than {epsilon_budget=}; pass a larger one.")
-        store = history = None
-        if checkpoint_dir is not None:
-            store = RunDirectory.open("DPSGD.fit", checkpoint_dir, checkpoint_keep, Group.of(state))
-            state, history = resumed(store, state)
-        begin = int(state.step)
-        if begin > target:
-            newest = f"the newest checkpoint in {checkpoint_dir} is at step {begin}"
-            raise ValueError(f"DPSGD.fit: {newest}, after step {target}; pass more steps or another directory.")
-        recorder, alone = Recorder(history_every, history), state.members is None
-
-        def record(step: int, metrics: dict[str, Any]) -> None:
-            # A single model is recorded as an ensemble of one.
-            recorder.add(step, jax.tree.map(lambda x: x[None], metrics) if alone else metrics)
-
-        after, step, interrupted = run(
-            jax.tree.map(jnp.copy, state),  # each step reuses the memory of the previous state
-            self.batches(data, state, sizes=sizes),
-            self._donated_step,
-            step=begin,
-            target=target,
-            record=record,
-            say=lambda step, _: self.ledger.progress(step, target, self.target_delta, self.accountant, models),
-            save=None if store is None else partial(save_run, store, recorder),
-            checkpoint_every=checkpoint_every,
-            progress=progress,
-            done=begin - start,
-            total=target - start,
-        )
+        directory = RunDirectory.open("DPSGD.fit", checkpoint_dir, checkpoint_keep, Group.of(state), resume, start)
+        with directory as store:
+            after, history, interrupted = train(
+                store,
+                state,
+                data,
+                lambda state: self.batches(data, state, sizes=sizes),
+                self._donated_step,
+                lambda: padding_only(data, self.ledger, self.num_examples, self._step.microbatch_size or 1),
+                lambda step, _: self.ledger.progress(step, target, self.target_delta, self.accountant, models),
+                target=target,
+                checkpoint_every=checkpoint_every,
+                history_every=history_every,
+                progress=progress,
+            )
         if progress and not interrupted and target < wanted:
-            tqdm.write(f"Stopped after step {step}: one more would exceed ε = {epsilon_budget}.")
-        rows = recorder.rows()
-        return after, [{name: x for name, x in row.items() if name != "member"} for row in rows] if alone else rows
+            tqdm.write(f"Stopped after step {int(after.step)}: one more would exceed ε = {epsilon_budget}.")
+        return after, history
 
     def save(self, path: str | os.PathLike[str], state: DPState) -> None:
         """Write a state with its ledger to a directory, atomically. Keep it secret: it holds the keys of the noise.

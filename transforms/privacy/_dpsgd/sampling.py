@@ -107,6 +107,15 @@ class SampledBatches:
         return Batch(arguments, np.arange(size) >= len(drawn), step, self._sampling)
 
 
+def padding_only(data: Any, ledger: Ledger, num_examples: int, multiple: int = 1) -> Batch:
+    """Return a batch without examples, of a size that only the settings determine."""
+    arguments = tuple(data) if isinstance(data, (tuple, list)) else (data,)
+    _check_data(arguments, num_examples)
+    size = padded_sizes(num_examples, ledger.expected_batch_size, multiple)[0]
+    taken = jax.tree.map(lambda x: _take(x, np.arange(0), size), arguments)
+    return Batch(taken, np.ones(size, bool), np.int32(0), (ledger.sampling_probability, ledger.bands))
+
+
 def padded_sizes(num_examples: int, expected_batch_size: float, multiple: int = 1) -> tuple[int, ...]:
     """Return a few sizes that hold nearly every batch, from public numbers only: a size must not reveal any data."""
     probability = expected_batch_size / num_examples

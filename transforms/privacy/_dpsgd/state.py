@@ -15,8 +15,6 @@ from ..._core.arguments import describe, leaf_name
 from ..._models.equinox import is_array, released
 from ..._models.split_model import M, merge_tree, shared_variable
 from ..._runs.checkpoint import Checkpoint, outline, write
-from ..._runs.history import Recorder
-from ..._runs.run_directory import RunDirectory
 from .accounting import Ledger
 
 _PART = "private state"
@@ -101,38 +99,30 @@ def check_trainable(tree: Any, trainable: Any, models: Iterable[Any]) -> None:
         raise ValueError(f"DPSGD.init: two modules share `{shared[0][1]}`; put them into one, such as nnx.Dict.")
 
 
-def write_state(api: str, path: Path, state: DPState, history: Mapping[str, np.ndarray] | None = None) -> None:
-    """Write a state with its ledger, its step and optionally a history."""
+def write_state(
+    api: str,
+    path: Path,
+    state: DPState,
+    history: Mapping[str, np.ndarray] | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a state with its ledger, its step and optionally a history, and `more` in the manifest."""
     # The manifest holds the step and the ledger in readable form; JSON preserves Python's numbers exactly.
-    about = {"step": int(state.step), "ledger": asdict(state.ledger)}
-    parts, outlines = _as_member(state)
+    about = {"step": int(state.step), "ledger": asdict(state.ledger), **(more or {})}
+    parts, outlines = as_member(state)
     write(api, path, parts, 1, outlines=outlines, about=about, history=history)
 
 
 def read_state(checkpoint: Checkpoint, like: DPState[M]) -> DPState[M]:
     """Return the state of a checkpoint in the form of `like`; raise if its settings or its model differ."""
-    read = checkpoint.load(*_as_member(like), 1)[_PART]
+    read = checkpoint.load(*as_member(like), 1)[_PART]
     written = checkpoint.manifest["ledger"]
     _check_ledger(f"{checkpoint}", Ledger(**{**written, "strategy": tuple(written["strategy"])}), like.ledger)
     step = jnp.asarray(checkpoint.manifest["step"], like.step.dtype)
     return replace(like, **jax.tree.map(lambda x: x[0], read), step=step)
 
 
-def resumed(store: RunDirectory, state: DPState) -> tuple[DPState, dict[str, np.ndarray] | None]:
-    """Return the state to resume from, and its history: the newest checkpoint, unless it is older than `state`."""
-    found = store.newest(lambda checkpoint: (read_state(checkpoint, state), checkpoint.history()))
-    if found is None or found[0].step < state.step:
-        return state, None
-    # A checkpoint at the step of `state` may come from another run: the state that was passed takes precedence.
-    return found[0] if found[0].step > state.step else state, found[1]
-
-
-def save_run(store: RunDirectory, recorder: Recorder, state: DPState) -> None:
-    """Write a checkpoint of a run with its history."""
-    store.write(int(state.step), lambda path: write_state("DPSGD.fit", path, state, recorder.arrays()))
-
-
-def _as_member(state: DPState) -> tuple[dict[str, Any], dict[str, Any]]:
+def as_member(state: DPState) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the arrays of a state to store, with an axis of one member in front, and their outlines."""
     arrays = {name: getattr(state, name) for name in ("tree", "opt_state", "noise_state", "mask_key", "seed")}
     return {_PART: jax.tree.map(lambda x: x[None], arrays)}, {_PART: outline(arrays)}

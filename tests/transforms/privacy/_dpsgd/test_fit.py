@@ -176,7 +176,10 @@ def test_interrupted_and_resumed_equals_uninterrupted_to_the_bit(tmp_path: Any, 
 def test_a_checkpoint_at_the_step_of_the_state_does_not_replace_it(tmp_path: Any, dp: DPSGD, state: Any) -> None:
     fit(dp, state, steps=2, checkpoint_dir=tmp_path)
     other, _ = fit(dp, dp.init(network(nnx.Rngs(5)), key=jax.random.key(5)), steps=2)
-    assert_same(fit(dp, other, steps=1, checkpoint_dir=tmp_path)[0], fit(dp, other, steps=1)[0])
+    options = {"steps": 1, "checkpoint_dir": tmp_path}
+    with pytest.raises(ValueError, match="its state at step 2 has other weights and other optimizer states and other"):
+        fit(dp, other, **options)
+    assert_same(fit(dp, other, resume=True, **options)[0], fit(dp, other, steps=1)[0])
 
 
 def test_a_state_is_saved_and_loaded_bit_for_bit(tmp_path: Any, dp: DPSGD, state: Any) -> None:
