@@ -1,0 +1,120 @@
+"""The checkpoints of a run on a disk that is full, read-only or failing; `test_fit.py` tests the rest."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from plurax.transforms._runs import array_store
+from plurax.transforms._runs.processes import Group
+from plurax.transforms._runs.run_directory import Resume, RunDirectory
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Let the operating system fail all writes beyond 4 KiB of a file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def opened(directory: Any, resume: Resume = "auto") -> AbstractContextManager[RunDirectory | None]:
+    return RunDirectory.open("fit", directory, 2, Group((jax.process_index(),)), resume, 7)
+
+
+def test_errors_of_tensorstore_are_those_of_the_operating_system(tmp_path: Path) -> None:
+    arrays = {"a": np.random.default_rng(0).random(10_000)}
+    with full_disk(), pytest.raises(OSError, match="File too large") as raised:
+        array_store.put(tmp_path / "new", arrays)
+    assert raised.value.errno == errno.EFBIG
+    assert raised.value.filename == str(tmp_path / "new")
+    array_store.put(tmp_path / "other", arrays)
+    with pytest.raises(Exception, match="dtype"):
+        array_store.put(tmp_path / "wrong", {"a": np.array(["text"])})
+
+
+def test_a_checkpoint_that_cannot_be_written_warns(tmp_path: Path) -> None:
+    def fail(path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    with opened(tmp_path) as store:
+        assert store is not None
+        match = (
+            rf"^fit: the checkpoint of step 5 in {re.escape(str(tmp_path))} cannot be written: .*No space left on dev"
+        )
+        with pytest.warns(UserWarning, match=match):
+            store.write(5, fail)
+        with pytest.raises(ValueError, match="no member"):  # a mistake, not a failing disk
+            store.write(5, lambda path: (_ for _ in ()).throw(ValueError("no member")))
+
+
+def test_the_room_for_a_checkpoint_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"x": jnp.ones((3, 256)), "key": jax.random.split(jax.random.key(0), 3)}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    with opened(tmp_path) as store:
+        assert store is not None
+        free = 3 * 1024 + 3 * 8
+        store.check_room(7, state)
+        free -= 1
+        with pytest.raises(
+            OSError, match="fit: a checkpoint after step 7 needs 3.02 KiB, but the disk has 3.02 K"
+        ) as no:
+            store.check_room(7, state)
+        assert (no.value.errno, no.value.filename) == (errno.ENOSPC, str(tmp_path))
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC])
+def test_a_directory_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """As root a test cannot take its own permission away, so the call fails."""
+
+    def fail(*args: Any) -> Any:
+        raise OSError(code, os.strerror(code), str(args[0]))
+
+    monkeypatch.setattr(os, "ftruncate" if code == errno.ENOSPC else "open", fail)
+    with pytest.raises(OSError, match="fit: checkpoint_dir cannot be written at step 7: ") as raised, opened(tmp_path):
+        pass
+    assert (raised.value.errno, raised.value.filename) == (code, str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_without_permission(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(PermissionError, match="checkpoint_dir cannot be written at step 7"), opened(tmp_path):
+            pass
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_a_second_run_removes_nothing_of_the_first(tmp_path: Path) -> None:
+    """The unfinished checkpoint of a run that is writing looks like that of a killed one."""
+    unfinished = tmp_path / f".step_00000003.{'0' * 32}.unfinished"
+    with opened(tmp_path):
+        unfinished.mkdir()
+        with pytest.raises(BlockingIOError, match=f"a run of process {os.getpid()} on"), opened(tmp_path):
+            pass
+        assert unfinished.exists()
+    with opened(tmp_path):
+        assert not unfinished.exists()
+
+
+def test_without_a_directory_nothing_is_opened() -> None:
+    with opened(None) as store:
+        assert store is None
