@@ -3,7 +3,10 @@
 The `fit` methods of ensembles and of private training pass a state, batches, and functions that advance the state by
 one step and save it; they get back the last state and a history:
 
-- `run_directory.py` finds the newest undamaged checkpoint of a run, to resume from, and removes old checkpoints;
+- `run_directory.py` finds the newest undamaged checkpoint of a run, to resume from, writes new ones, and removes old
+  ones; a checkpoint that cannot be written does not end the run;
+- `lock.py` locks the directory, so that two runs do not write to the same one;
+- `identity.py` compares a run with the one that wrote a checkpoint: its first state, its batches and its program;
 - `loop.py` takes the steps, shows progress, saves checkpoints at an interval, and stops cleanly on Ctrl-C;
 - `history.py` records metrics in arrays and returns them as rows;
 - `checkpoint.py` writes a checkpoint (the arrays of each member, and a manifest with shapes, dtypes and checksums), and

@@ -79,14 +79,14 @@ class Identity:
         if any(mine["step"] == start["step"] and not _differences(mine, start) for start in starts):
             self._starts = starts
         elif mine["step"] <= step:  # a later state was trained elsewhere, so that its start is not known
-            end = self._start(step, parts)
-            here = [x for x in [*starts, end] if x["step"] == mine["step"]]
-            if not here:
+            ends = [x for x in [*starts, self._start(step, parts)] if x["step"] == mine["step"]]
+            different = [_differences(mine, x) for x in ends]
+            if not different:
                 self.differences.append(f"it did not start from a state at step {mine['step']}")
-            elif all(found := [_differences(mine, x) for x in here]):
-                other = " and other ".join(min(found, key=len))
-                self.differences.append(f"its state at step {mine['step']} has other {other}")
-            else:  # the state at the end of that run
+            elif all(different):
+                names = " and other ".join(min(different, key=lambda names: len(names)))
+                self.differences.append(f"its state at step {mine['step']} has other {names}")
+            else:  # the given state is the last one of that run
                 self._starts = [*starts, mine]
         then, now = self._written["batches"], self._batches
         for name in dict.fromkeys([*then, *now]):

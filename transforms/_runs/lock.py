@@ -83,7 +83,9 @@ def _acquire(api: str, path: Path) -> int:
                     remedy += f"; if it has been killed, delete {path}"
                 raise BlockingIOError(f"{api}: a run of {by} is writing to {path.parent}; {remedy}.")
             # A run removes its file before it unlocks it: a lock on a removed file excludes nobody.
-            mine = path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
+            mine = False
+            with suppress(FileNotFoundError):
+                mine = os.path.samestat(os.fstat(descriptor), path.stat())
             if mine:
                 return descriptor
         finally:

@@ -1,7 +1,13 @@
+import functools
 import json
 import os
+import re
+import resource
 import signal
+import socket
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -365,6 +371,81 @@ def test_a_checkpoint_is_written_with_the_state_of_its_step(tmp_path, trainer, e
     trainer.fit(trainer.init(ens), make_batches(5), progress=False, checkpoint_dir=tmp_path, checkpoint_every=3)
     three, _ = trainer.fit(trainer.init(ens), make_batches(3), progress=False)
     assert_same(checkpoint.load(tmp_path / "step_00000003", trainer.init(ens)), three)
+
+
+@contextmanager
+def full_disk():
+    """Let the operating system fail all writes beyond 4 KiB of a file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("to", [5, 9])
+def test_a_disk_that_is_full_for_a_while_loses_nothing(tmp_path, plain, cross_entropy, make_batches, assert_same, to):
+    trainer = Trainer(cross_entropy, optax.adam(0.1), strategy="vmap")
+    start = trainer.init(Ensemble.create(functools.partial(plain, width=400), 3, seed=0))
+    whole, history = trainer.fit(start, make_batches(7), progress=False)
+
+    def batches():
+        for i, batch in enumerate(make_batches(7)):
+            if i == 2:
+                disk.enter_context(full_disk())
+            if i == to:
+                disk.close()
+            yield batch
+
+    options = {"progress": False, "checkpoint_dir": tmp_path, "checkpoint_every": 1}
+    with ExitStack() as disk, pytest.warns(UserWarning, match="cannot be written") as warned:
+        state, rows = trainer.fit(start, batches(), **options)
+    assert_same(state, whole)
+    assert rows == history
+    steps = [int(re.search(rf"the checkpoint of step (\d+) in {tmp_path}", str(x.message))[1]) for x in warned]
+    assert steps == list(range(3, min(to, 7) + 1))
+    assert {x.filename for x in warned} == {__file__}
+    written = [6, 7] if to == 5 else [1, 2]
+    assert sorted(os.listdir(tmp_path)) == [f"step_{step:08d}" for step in written]
+    again, rows = trainer.fit(start, make_batches(7), **options)
+    assert_same(again, whole)
+    assert rows == history
+
+
+def test_a_directory_without_room_is_noticed_before_the_first_step(tmp_path, trainer, ens, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100))
+    batches = iter([None])
+    with pytest.raises(OSError, match=f"a checkpoint after step 0 needs .*, but the disk has 100 B left: '{tmp_path}'"):
+        trainer.fit(trainer.init(ens), batches, progress=False, checkpoint_dir=tmp_path)
+    assert list(batches) == [None]
+    assert os.listdir(tmp_path) == []
+
+
+def test_two_runs_do_not_share_a_directory(tmp_path, trainer, ens, make_batches):
+    """The second is refused before it takes a batch, and the first goes on."""
+
+    def batches():
+        yield from make_batches(2)
+        rest = iter([None])
+        by = f"a run of process {os.getpid()} on {socket.gethostname()} is writing"
+        with pytest.raises(BlockingIOError, match=by):
+            trainer.fit(trainer.init(ens), rest, progress=False, checkpoint_dir=tmp_path)
+        assert list(rest) == [None]
+        yield from make_batches(1)
+
+    state, _ = trainer.fit(trainer.init(ens), batches(), progress=False, checkpoint_dir=tmp_path)
+    assert int(state.step) == 3
+    assert os.listdir(tmp_path) == ["step_00000003"]
+
+
+def test_warnings_about_checkpoints_name_the_line_of_the_caller(tmp_path, trainer, ens, make_batches):
+    for i in range(2):
+        trainer.fit(trainer.init(ens), make_batches(i + 1), progress=False, checkpoint_dir=tmp_path)
+    (tmp_path / "step_00000002" / "plurax.json").unlink()
+    with pytest.warns(UserWarning, match="It is skipped") as warned:
+        trainer.fit(trainer.init(ens), make_batches(2), progress=False, checkpoint_dir=tmp_path)
+    assert warned[0].filename == __file__
 
 
 def test_fit_moves_few_bytes_and_no_arrays_of_the_caller_are_donated(trainer, ens, make_batches):

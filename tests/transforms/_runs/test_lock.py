@@ -119,6 +119,21 @@ def test_without_locks_the_file_of_an_ended_process_is_taken_over(
         pass
 
 
+def test_a_lock_on_a_removed_file_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run removes its file, and ends, between our opening and our locking it."""
+    file, flock = tmp_path / "run.lock", lock.fcntl.flock
+
+    def late(*args: Any) -> None:
+        monkeypatch.undo()
+        file.unlink()
+        flock(*args)
+
+    monkeypatch.setattr("fcntl.flock", late)
+    with locked("fit", tmp_path):
+        assert file.exists()
+        refused(tmp_path, f"process {os.getpid()} on {HOST}")
+
+
 @pytest.mark.parametrize("role", ["compete", "compete without locks"])
 def test_of_many_processes_only_one_holds_the_lock(tmp_path: Path, role: str) -> None:
     subprocess.run([sys.executable, __file__, role, str(tmp_path)], check=True, timeout=100)

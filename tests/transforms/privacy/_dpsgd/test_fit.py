@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import signal
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -18,6 +20,8 @@ import pytest
 from flax import nnx
 
 from plurax.ensemble import Ensemble, Trainer, load
+from plurax.transforms._runs.processes import Group
+from plurax.transforms._runs.run_directory import RunDirectory
 from plurax.transforms.privacy import DPSGD
 
 N = 40
@@ -180,6 +184,74 @@ def test_a_checkpoint_at_the_step_of_the_state_does_not_replace_it(tmp_path: Any
     with pytest.raises(ValueError, match="its state at step 2 has other weights and other optimizer states and other"):
         fit(dp, other, **options)
     assert_same(fit(dp, other, resume=True, **options)[0], fit(dp, other, steps=1)[0])
+
+
+def other_loss(model: Any, x: Any, y: Any) -> Any:
+    return loss(model, x, y) + 1e-4 * jnp.sum(x**2)
+
+
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "key": ({"key": 2}, "its state at step 0 has other random keys"),
+    "weights": ({"seed": 1}, "its state at step 0 has other weights"),
+    "loss": ({"loss": other_loss}, "its steps run another program"),
+    "optimizer": ({"optimizer": optax.adam(2e-2)}, "its steps run another program"),
+    "data": ({"data": (X, np.roll(Y, 1))}, "its batches have another data"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_checkpoint_of_another_run_is_refused(name: str, tmp_path: Any, capsys: Any) -> None:
+    """The steps of one run are never returned as those of another, even if there are none left to take."""
+
+    def run(
+        seed: int = 0, key: int = 1, data: Any = (X, Y), steps: int = 2, resume: Any = "auto", **changed: Any
+    ) -> Any:
+        dp = make(**changed)
+        state = dp.init(network(nnx.Rngs(seed)), key=jax.random.key(key))
+        options: dict[str, Any] = {"sizes": SIZES, "progress": False, "checkpoint_dir": tmp_path, "resume": resume}
+        return dp.fit(state, data, steps=steps, **options)
+
+    changed, match = OTHERS[name]
+    run()
+    for steps in (2, 3):
+        with pytest.raises(ValueError, match=f"^DPSGD.fit: the checkpoint at .* is of another run: {match}"):
+            run(steps=steps, **changed)
+    assert capsys.readouterr().err == ""
+    run(steps=3)
+    assert f"DPSGD.fit: going on from step 2 in {tmp_path}." in capsys.readouterr().err
+    run(steps=4, resume=True, **changed)
+    assert f"going on from step 3 in {tmp_path}, although its " in capsys.readouterr().err
+    run(steps=1, resume=False, **changed)
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == ["", ".earlier", ".earlier"]
+
+
+def test_a_run_with_other_sizes_of_batches_goes_on(tmp_path: Any, dp: DPSGD, state: Any) -> None:
+    fit(dp, state, steps=2, checkpoint_dir=tmp_path)
+    assert int(fit(dp, state, steps=3, checkpoint_dir=tmp_path, sizes=(24,))[0].step) == 3
+
+
+def test_a_disk_that_fails_ends_no_run(tmp_path: Any, dp: DPSGD, state: Any, monkeypatch: Any) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("plurax.transforms._runs.array_store.put", fail)
+        match = rf"^DPSGD.fit: the checkpoint of step 12 in {tmp_path} cannot be written: .*No space left on device"
+        with pytest.warns(UserWarning, match=match) as warned:
+            after, _ = fit(dp, state, checkpoint_dir=tmp_path)
+    assert warned[0].filename == __file__
+    assert_same(after, fit(dp, state)[0])
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100))
+    with pytest.raises(OSError, match="^.*DPSGD.fit: a checkpoint after step 0 needs .*, but the disk has 100 B left"):
+        fit(dp, state, checkpoint_dir=tmp_path)
+
+
+def test_two_runs_do_not_share_a_directory(tmp_path: Any, dp: DPSGD, state: Any) -> None:
+    match = f"^DPSGD.fit: a run of process {os.getpid()} on .* is writing to"
+    other = RunDirectory.open("other", tmp_path, 2, Group.of(state), "auto", 0)
+    with other, pytest.raises(BlockingIOError, match=match):
+        fit(dp, state, checkpoint_dir=tmp_path)
 
 
 def test_a_state_is_saved_and_loaded_bit_for_bit(tmp_path: Any, dp: DPSGD, state: Any) -> None:
