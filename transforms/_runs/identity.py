@@ -84,8 +84,8 @@ class Identity:
             if not different:
                 self.differences.append(f"it did not start from a state at step {mine['step']}")
             elif all(different):
-                names = " and other ".join(min(different, key=lambda names: len(names)))
-                self.differences.append(f"its state at step {mine['step']} has other {names}")
+                names = min(different, key=len)
+                self.differences.append(f"its state at step {mine['step']} has other {' and other '.join(names)}")
             else:  # the given state is the last one of that run
                 self._starts = [*starts, mine]
         then, now = self._written["batches"], self._batches
