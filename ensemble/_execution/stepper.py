@@ -40,6 +40,7 @@ class Stepper:
     Attributes:
       executor: runs and times the steps.
       tuning: the latest measurements; None if there are none.
+      digests: the digests of the programs that checkpoints have stored, by the kind of their inputs.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Stepper:
         self._budget, self._seconds, self._cache = budget, seconds, cache
         self.executor = Executor(step, layout)
         self.tuning: Tuning | None = None
+        self.digests: dict[Any, str] = {}
         self._checked_splits: set[Any] = set()
         self._chosen: dict[Any, Execution] = {}
         self._temporaries: dict[Any, int] = {}

@@ -7,9 +7,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 
-from ...transforms._runs.identity import Identity, digest
+from ...transforms._runs.identity import Identity, digest, program_digest
 from ...transforms._runs.run_directory import RunDirectory
 from .._execution.executor import StepInputs
 from .._execution.forms import State
@@ -34,12 +33,16 @@ def check_program(identity: Identity, stepper: Stepper, state: State, batch: Any
     """Compare the program of a step with that of the checkpoint from which the run goes on; raise if they differ."""
     arguments, axes = stepper.arguments(batch, state._size)
 
-    def trace(shapes: list[list[int]]) -> ClosedJaxpr:
+    def digest_for(shapes: list[list[int]]) -> str:
         leaves, structure = jax.tree.flatten(arguments)
         shaped = [_with_shape(leaf, tuple(shape)) for leaf, shape in zip(leaves, shapes, strict=True)]
-        return stepper.executor.trace_member(StepInputs(state, jax.tree.unflatten(structure, shaped), axes))
+        inputs = StepInputs(state, jax.tree.unflatten(structure, shaped), axes)
+        # Once for each kind of inputs, as the step is compiled: tracing a large model takes a second.
+        if inputs.kind not in stepper.digests:
+            stepper.digests[inputs.kind] = program_digest(stepper.executor.trace_member(inputs))
+        return stepper.digests[inputs.kind]
 
-    identity.check_program([list(np.shape(leaf)) for leaf in jax.tree.leaves(arguments)], trace)
+    identity.check_program([list(np.shape(leaf)) for leaf in jax.tree.leaves(arguments)], digest_for)
 
 
 def _settings(batches: Any) -> Mapping[str, Any]:

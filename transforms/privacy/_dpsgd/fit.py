@@ -12,7 +12,7 @@ import numpy as np
 
 from ..._runs.checkpoint import Checkpoint
 from ..._runs.history import History, Recorder
-from ..._runs.identity import Identity, digest, in_a_run
+from ..._runs.identity import Identity, digest, in_a_run, program_digest
 from ..._runs.loop import run
 from ..._runs.run_directory import RunDirectory
 from .sampling import Batch
@@ -57,7 +57,7 @@ def train(
         if begin > target:
             newest = f"the newest checkpoint in {store.directory} is at step {begin}"
             raise ValueError(f"DPSGD.fit: {newest}, after step {target}; pass more steps or another directory.")
-        identity.check_program([], lambda _: step.trace(given, example()).jaxpr)
+        identity.check_program([], lambda _: program_digest(step.trace(given, example()).jaxpr))
         if begin > start:
             store.going_on(begin, identity.differences)
         if begin < target:
