@@ -88,7 +88,7 @@ def main() -> None:
         choice = jacobian(predict, 2).explain(*arguments)
         print(
             f"   {inputs:4} to {outputs:4}: jacfwd {columns:6.2f} ms, jacrev {rows:6.2f} ms, jacobian {taken:6.2f} ms\n"
-            f"                 {choice.mode}, since {choice.why}"
+            f"                 {choice.mode} mode: {choice.why}"
         )
 
     print("\n4. Less memory: columns in chunks of a given size, or as many as fit")

@@ -157,7 +157,7 @@ def draw(path: Path, found: dict[str, jax.Array], labels: np.ndarray) -> None:
     plots.reliability(all_angles, repeated, bins=12, ax=axes[1, 0])
     axes[1, 0].set_title(f"Reliability, all angles: {axes[1, 0].get_title()}")
     plots.disagreement(found["rotated by 45°"], ax=axes[1, 1])
-    axes[1, 1].set_title(f"Rotated by 45°: {axes[1, 1].get_title().replace('they', 'members')}")
+    axes[1, 1].set_title(f"Rotated 45°: {axes[1, 1].get_title().replace('they', 'members')}")
     for panel in axes.flat[:3]:
         panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
