@@ -134,9 +134,7 @@ def main() -> None:
     picture = options.out / "profile_resnet.png"
     figure, (left, right) = plt.subplots(1, 2, figsize=(14, 5), layout="constrained")
     compiled.plot(top=options.top, ax=left)
-    left.set_title("Time by layer", loc="left")
     difference.plot_durations(by="op", top=8, ax=right)
-    right.set_title("Time by operation", loc="left")
     figure.savefig(picture, dpi=110)
     plt.close(figure)
     print(f"Picture: {picture}")

@@ -161,7 +161,7 @@ def test_an_accelerator_has_tables_of_its_own(here):
 
 def test_a_page_without_a_place_is_refused(here):
     (here / "ensemble.md").write_text("# Ensembles\n<!-- ensemble -->\n")
-    with pytest.raises(ValueError, match="ensemble.md has no place for ensemble: write the lines"):
+    with pytest.raises(ValueError, match="ensemble.md has no marks for ensemble; add the lines"):
         render.pages(here)
 
 
