@@ -55,17 +55,17 @@ def interleaved(candidates: dict[Any, Callable[[], Any]], *, rounds: int, second
     Returns:
       For each candidate the times of its rounds in ms, their spread, and the time of the first call in s.
     """
-    first, turns = {}, {}
+    first, repeats = {}, {}
     for name, call in candidates.items():
         first[name] = _time(call, 1)
         once = _time(call, 1)
         if once < seconds:
             once = min(once, _time(call, 1), _time(call, 1))
-        turns[name] = max(1, int(seconds / once))
+        repeats[name] = max(1, int(seconds / once))
     times: dict[Any, list[float]] = {name: [] for name in candidates}
     for _ in tqdm(range(rounds), unit="round", leave=False):
         for name, call in candidates.items():
-            times[name].append(_time(call, turns[name]) * 1e3)
+            times[name].append(_time(call, repeats[name]) * 1e3)
     return {name: {"turns": found, "ms": spread(found), "first_s": first[name]} for name, found in times.items()}
 
 

@@ -42,8 +42,8 @@ class Convolutional(nnx.Module):
 
 def gradient(model: Any, forward: Callable[..., jax.Array], *args: Any) -> tuple[Any, tuple[Any, ...]]:
     """Return a function of a loss and its gradient, for `jax.jit`, and its arguments."""
-    apart: Any = nnx.split(model, nnx.Param, ...)
-    graphdef, params, rest = apart
+    split: Any = nnx.split(model, nnx.Param, ...)
+    graphdef, params, rest = split
 
     def loss(params: Any, rest: Any, *args: Any) -> jax.Array:
         return (forward(nnx.merge(graphdef, params, rest), *args) ** 2).mean()

@@ -188,7 +188,7 @@ def folding(smoke: bool, rounds: int, seconds: float) -> Tables:
 
         folded, params, report = fold_bn(apply, state, x)
         before, after = (jax.jit(fun).lower(p, x).compile() for fun, p in ((apply, state), (folded, params)))
-        apart = jnp.abs(before(state, x) - after(params, x)).max() / jnp.abs(before(state, x)).max()
+        deviation = jnp.abs(before(state, x) - after(params, x)).max() / jnp.abs(before(state, x)).max()
         calls = {"jax.jit": partial(before, state, x), "fold_bn": partial(after, params, x)}
         times = interleaved(calls, rounds=rounds, seconds=seconds)
         moved = [program.cost_analysis()["bytes accessed"] / 1e6 for program in (before, after)]
@@ -196,7 +196,7 @@ def folding(smoke: bool, rounds: int, seconds: float) -> Tables:
             {
                 "model": name,
                 "folded / kept": f"{len(report.folded)} / {len(report.kept)}",
-                "largest difference": float(apart),
+                "largest difference": float(deviation),
                 "rsqrt": " to ".join(str(program.as_text().count(" rsqrt(")) for program in (before, after)),
                 "bytes accessed (MB)": " to ".join(f"{x:.1f}" for x in moved),
                 "before (ms)": times["jax.jit"]["ms"],

@@ -3,7 +3,7 @@
 python benchmarks/render.py
 
 Each file holds the versions, the device, and tables: rows, and comparisons with others' best. A run on an accelerator
-has a file of its own. A measured cell holds a median, and quartiles where they are known.
+has a separate file. A measured cell holds a median, and quartiles where they are known.
 """
 
 from __future__ import annotations

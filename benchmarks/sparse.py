@@ -148,7 +148,7 @@ def sparse(problem: Problem, rounds: int, seconds: float) -> tuple[dict[str, Any
     if sparsejac is not None:
         found["sparsejac"] = prepared(partial(of_sparsejac, problem, matrix), problem.x)
     expected = np.asarray(found["dense"][0]())
-    apart = {
+    deviations = {
         name: float(np.abs((call() if name == "dense" else call().todense()) - expected).max() / np.abs(expected).max())
         for name, (call, *_) in found.items()
     }
@@ -161,7 +161,7 @@ def sparse(problem: Problem, rounds: int, seconds: float) -> tuple[dict[str, Any
         "ours (ms)": times["ours"]["ms"],
         "dense (ms)": times["dense"]["ms"],
         **{f"{name} / ours": ratio(times, name, "ours") for name in times if name != "ours"},
-        "largest difference from dense": apart["ours"],
+        "largest difference from dense": deviations["ours"],
     }
     both = {name: f"{before:.2f} + {after:.2f}" for name, (_, before, after) in found.items()}
     return row, {"problem": problem.name, **both}, claim(times, "ours", list(times)[1:], problem.name)

@@ -272,7 +272,7 @@ def compare_a_cell() -> dict[str, Any]:
     show(
         f"A cell in two frameworks: Conv 120 to 240, kernel 4; shape of the NumPy result: {expected.shape}",
         ("default padding", "result", "largest difference"),
-        ((name, shape, "" if apart is None else f"{apart:.1e}") for name, (shape, apart) in found.items()),
+        ((name, shape, "" if deviation is None else f"{deviation:.1e}") for name, (shape, deviation) in found.items()),
     )
     return found
 

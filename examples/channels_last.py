@@ -90,11 +90,11 @@ def main() -> None:
         results[order] = jitted(*arguments)
         counts[order] = count_layout_ops(network(order), *arguments)
         calls[order] = lambda jitted=jitted, arguments=arguments: jitted(*arguments)
-    apart = float(jnp.abs(results["NHWC"] - results["NCHW"]).max())
+    deviation = float(jnp.abs(results["NHWC"] - results["NCHW"]).max())
     times = median_times(calls, options.rounds)
 
     console = Console(width=100)
-    console.print(f"Outputs of shape {results['NHWC'].shape} differ by at most {apart:.1e}.")
+    console.print(f"Outputs of shape {results['NHWC'].shape} differ by at most {deviation:.1e}.")
     table = Table("order", "transposes", "copies", "bytes moved", "time")
     for order, found in counts.items():
         row = [found["transpose"], found["copy"], f"{found['bytes'] / 2**20:.2f} MiB", f"{times[order]:.2f} ms"]
@@ -103,7 +103,7 @@ def main() -> None:
     console.print(f"NCHW takes {times['NCHW'] / times['NHWC']:.2f} times as long on this {jax.default_backend()}.")
     if counts["NCHW"]["transpose"] == 1 + options.layers:
         console.print("XLA transposes the images and the weights of each layer on input, and nothing between layers.")
-    if apart > 1e-4:
+    if deviation > 1e-4:
         raise SystemExit("the two orders disagree")
 
 

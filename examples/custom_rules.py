@@ -64,7 +64,7 @@ def refusal(call: Callable[[], Any]) -> str:
     raise AssertionError("no error was raised")
 
 
-def apart(found: Any, expected: Any) -> float:
+def deviation(found: Any, expected: Any) -> float:
     """Return the largest difference between two trees of arrays, relative to the largest number in each array."""
     differences = jax.tree.map(lambda f, e: float(jnp.abs(f - e).max() / jnp.abs(e).max()), found, expected)
     return max(jax.tree.leaves(differences))
@@ -135,10 +135,10 @@ def agrees_with_a_loop(w: jax.Array, x: jax.Array) -> dict[str, float]:
         for what, fun in rule.items():
             each = [one[what](w[i if axes[0] == 0 else 0], x[i if axes[1] == 0 else 0]) for i in range(slices)]
             expected = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
-            found[f"{name}, {what}"] = apart(jax.jit(vmap(fun, axes, **options))(*args), expected)
+            found[f"{name}, {what}"] = deviation(jax.jit(vmap(fun, axes, **options))(*args), expected)
     pairs = jnp.stack([jnp.stack([native(w[j], x[i]) for j in range(slices)]) for i in range(2)])
     nested = vmap(vmap(convolve, (0, None)), (None, 0))
-    found["nested, values"] = apart(jax.jit(nested)(w, x[:2]), pairs)
+    found["nested, values"] = deviation(jax.jit(nested)(w, x[:2]), pairs)
     return found
 
 
@@ -176,7 +176,7 @@ def a_rule_for_vmap(slices: int, batch: int, rounds: int) -> dict[str, Any]:
     console.print(f"Largest relative difference from a loop: {max(differences.values()):.0e}. Cases compared:")
     console.print("; ".join(differences))
     console.print(f"Gradient without custom_jvp: {error}")
-    return {"ms": spent, "gain": gain, "apart": differences, "refused": error}
+    return {"ms": spent, "gain": gain, "deviation": differences, "refused": error}
 
 
 # 2. custom_jvp: Kepler's equation
@@ -222,7 +222,7 @@ def a_rule_for_jvp(planets: int, rounds: int) -> dict[str, Any]:
     error = refusal(lambda: grad(kepler_by_loop)(1.1, 0.6))
     ways = {"20 iterations, differentiated": kepler_unrolled, "while_loop with the rule": kepler}
     gradients = {name: jax.jit(vmap(grad(fun, (0, 1)))) for name, fun in ways.items()}
-    difference = apart(*(fun(mean, e) for fun in gradients.values()))
+    difference = deviation(*(fun(mean, e) for fun in gradients.values()))
     times = median_times({name: functools.partial(fun, mean, e) for name, fun in gradients.items()}, rounds)
     show(
         f"2. custom_jvp: the gradients of {planets} solutions of Kepler's equation",
@@ -230,7 +230,7 @@ def a_rule_for_jvp(planets: int, rounds: int) -> dict[str, Any]:
         ((name, f"{value:.2f}") for name, value in times.items()),
     )
     console.print(f"while_loop without the rule: {error}")
-    return {"ms": times, "residual": residual, "apart": difference, "refused": error}
+    return {"ms": times, "residual": residual, "deviation": difference, "refused": error}
 
 
 # 3. custom_vjp: a fixed point, and two gradients that deliberately differ from the derivative
@@ -292,7 +292,7 @@ def a_rule_for_vjp(size: int, rounds: int) -> dict[str, Any]:
         gradients = {n: jax.jit(grad(lambda w, x, f=fun: f(w, x).sum(), (0, 1))) for n, fun in ways.items()}
         programs = {n: fun.lower(w, x).compile() for n, fun in gradients.items()}
         given = jnp.asarray(w), jnp.asarray(x)
-        difference = apart(*(program(*given) for program in programs.values()))
+        difference = deviation(*(program(*given) for program in programs.values()))
         times = median_times({n: functools.partial(program, *given) for n, program in programs.items()}, rounds)
     kept = {name: program.memory_analysis().temp_size_in_bytes for name, program in programs.items()}
     show(
@@ -307,7 +307,7 @@ def a_rule_for_vjp(size: int, rounds: int) -> dict[str, Any]:
         "clipped at 5": float(grad(lambda x: clipped(x, 5.0) ** 3)(2.0)),
     }
     console.print("Gradients: " + ", ".join(f"{name}: {value:.1f}" for name, value in slopes.items()))
-    return {"ms": times, "bytes": kept, "apart": difference, "slopes": slopes}
+    return {"ms": times, "bytes": kept, "deviation": difference, "slopes": slopes}
 
 
 # 4. check_grads finds wrong rules

@@ -143,17 +143,17 @@ def main() -> None:
         example = load_file(file)
     model.eval()
     logits = model(jnp.asarray(example["example.images"].transpose(0, 2, 3, 1)))
-    apart = float(np.abs(logits - example["example.logits"]).max())
+    deviation = float(np.abs(logits - example["example.logits"]).max())
 
     total = sum(x.size for x in named_parameters(model).values())
     print(
         f"\nWith rules: {len(named_parameters(model))} parameter arrays with {total} numbers, 4 arrays of statistics."
     )
-    print(f"Logits of {len(logits)} images differ from PyTorch's by at most {apart:.1e}.")
+    print(f"Logits of {len(logits)} images differ from PyTorch's by at most {deviation:.1e}.")
     tuned = freeze(model, nnx.Not("fc"))
     left = sum(x.size for x in jax.tree.leaves(nnx.state(tuned, nnx.Param)))
     print(f"To fine-tune only the last layer: freeze(model, nnx.Not('fc')) leaves {left} trainable numbers.")
-    if apart > 1e-5:
+    if deviation > 1e-5:
         raise SystemExit("the two networks disagree")
 
 

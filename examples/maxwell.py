@@ -156,15 +156,15 @@ def against_the_analytic_wave(cells: Sequence[int]) -> dict[str, Any]:
         for each in cells:
             times, signals = one_source(each, index)
             exact = np.stack([analytic(r, times, index) for r in DISTANCES], axis=1)
-            apart = float((np.linalg.norm(signals - exact, axis=0) / np.linalg.norm(exact, axis=0)).max())
+            deviation = float((np.linalg.norm(signals - exact, axis=0) / np.linalg.norm(exact, axis=0)).max())
             speed = 1 / np.polyfit(DISTANCES, [arrival(times, signal) for signal in signals.T], 1)[0]
             decay = np.polyfit(np.log(DISTANCES), np.log(np.abs(signals).max(axis=0)), 1)[0]
-            rows.append((name, each, f"{speed:.4f}", f"{decay:.3f}", f"{apart:.2%}"))
-            found[name, each] = {"times": times, "signals": signals, "exact": exact, "apart": apart}
+            rows.append((name, each, f"{speed:.4f}", f"{decay:.3f}", f"{deviation:.2%}"))
+            found[name, each] = {"times": times, "signals": signals, "exact": exact, "deviation": deviation}
         check(f"the error of the speed in {name}", abs(speed * index - 1), 0.01 * max(1, (40 / each) ** 2))
         if index == 1:
             check("the error of the decay exponent", abs(decay + 0.5), 0.01)
-            order = np.log2(found[name, cells[-2]]["apart"] / apart) / np.log2(cells[-1] / cells[-2])
+            order = np.log2(found[name, cells[-2]]["deviation"] / deviation) / np.log2(cells[-1] / cells[-2])
             check("the difference of the order from 2", abs(order - 2), 0.2)
     show(
         "1. Comparison with the analytic wave, at 1 to 4 wavelengths",
@@ -200,7 +200,7 @@ def built(fun: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], floa
 
 def many_sources(sources: int, rounds: int) -> dict[str, dict[str, float]]:
     """Time random sources in a small and a larger room, with eight receivers, for each method."""
-    cells, found, rows, apart = 10, {}, [], 0.0
+    cells, found, rows, deviation = 10, {}, [], 0.0
     for side in (1, 6):
         epsilon, times = vacuum(side, side, cells), moments(DELAY + side, cells)
         at = jnp.asarray(place(np.random.default_rng(0).uniform(0, side, (sources, 2)), cells))
@@ -218,14 +218,16 @@ def many_sources(sources: int, rounds: int) -> dict[str, dict[str, float]]:
         calls = {name: lambda way=way, at=at: way(at) for name, (way, *_) in ways.items()}
         calls["one by one"] = lambda one=ways["one by one"][0], at=list(at): jnp.stack([one(each) for each in at])
         outs = [np.asarray(call()) for call in calls.values()]
-        apart = max(apart, *(np.abs(out - outs[0]).max() / np.abs(outs[0]).max() for out in outs))
+        deviation = max(deviation, *(np.abs(out - outs[0]).max() / np.abs(outs[0]).max() for out in outs))
         grid = " × ".join(map(str, epsilon.shape))
         found[grid] = milliseconds(calls, rounds)
         for name, (_, seconds, mebibytes) in ways.items():
             rows.append((grid, name, f"{seconds:.1f}", f"{found[grid][name]:.1f}", f"{mebibytes:.2f}"))
     head = ("cells", "", "compile, s", "run, ms", "temporaries, MiB")
     show(f"2. {sources} sources, {len(times)} steps in the larger room", head, rows)
-    console.print(f"Signals of all methods differ by at most {check('the difference of methods', apart, 1e-5):.0e}.")
+    console.print(
+        f"Signals of all methods differ by at most {check('the difference of methods', deviation, 1e-5):.0e}."
+    )
     return found
 
 
@@ -277,20 +279,20 @@ def gradients(scene: Scene, measured: Any, rounds: int) -> Callable[[jax.Array],
     }
     (kept, *_), (gradient, *_) = ways.values()
     change, middle = 0.1 * jnp.asarray(np.random.default_rng(1).uniform(size=scene.none.shape)), scene.cells
-    slope, apart = gradient(change)[1], []
+    slope, deviation = gradient(change)[1], []
     for cell in ((0, 0), (middle // 2, middle), (middle, middle), (middle, 2 * middle - 1)):
         up, down = (float(gradient(change.at[cell].add(by))[0]) for by in (1e-4, -1e-4))
-        apart.append(abs(float(slope[cell]) / ((up - down) / 2e-4) - 1))
+        deviation.append(abs(float(slope[cell]) / ((up - down) / 2e-4) - 1))
     otherwise = float(jnp.abs(kept(change)[1] - slope).max() / jnp.abs(slope).max())
     check("the difference of the gradient in segments", otherwise, 1e-10)
-    check("the difference from central differences", max(apart), 1e-6)
+    check("the difference from central differences", max(deviation), 1e-6)
     taken = milliseconds({name: lambda way=way: way(change) for name, (way, *_) in ways.items()}, rounds)
     show(
         f"3. The gradient for {change.size} unknowns, {len(scene.antennas)} sources and {len(scene.times)} steps",
         ("", "compile, s", "run, ms", "temporaries, MiB"),
         [(name, f"{way[1]:.1f}", f"{taken[name]:.0f}", f"{way[2]:.1f}") for name, way in ways.items()],
     )
-    console.print(f"At four cells it differs from central differences by at most {max(apart):.0e}.")
+    console.print(f"At four cells it differs from central differences by at most {max(deviation):.0e}.")
     return gradient
 
 
@@ -337,9 +339,9 @@ def draw(path: Path, scene: Scene, waves: dict[Any, Any], times: Any, change: np
     signal.set(title=f"Received signals, {best} cells per wavelength", xlabel="time (periods)", ylabel="electric field")
     for name, marker in (("vacuum", "o"), ("permittivity 4", "s")):
         cells = np.array([each for medium, each in waves if medium == name])
-        apart = np.array([waves[name, each]["apart"] for each in cells])
-        error.plot(cells, apart, marker=marker, label=name)
-        error.plot(cells, apart[-1] * (cells[-1] / cells) ** 2, color="black", linewidth=0.8, linestyle=":")
+        deviation = np.array([waves[name, each]["deviation"] for each in cells])
+        error.plot(cells, deviation, marker=marker, label=name)
+        error.plot(cells, deviation[-1] * (cells[-1] / cells) ** 2, color="black", linewidth=0.8, linestyle=":")
     error.plot([], [], color="black", linewidth=0.8, linestyle=":", label="second order")
     error.set(title="Error of the signals", xlabel="cells per wavelength", ylabel="relative L2 error")
     error.set(xscale="log", yscale="log")
@@ -398,10 +400,10 @@ def main(arguments: list[str] | None = None) -> None:
         gradient = gradients(scene, scene.measure(noise), options.rounds)
         change, misfits = find(scene, gradient, options.steps)
     hidden = np.asarray(scene.hidden)
-    apart = np.linalg.norm(change - hidden) / np.linalg.norm(hidden)
+    deviation = np.linalg.norm(change - hidden) / np.linalg.norm(hidden)
     console.print(
         f"4. After {options.steps} steps the misfit is {misfits[-1]:.4f} of its initial value "
-        f"(noise alone: {noise**2:.4f}), and the relative error of the map is {apart:.0%}."
+        f"(noise alone: {noise**2:.4f}), and the relative error of the map is {deviation:.0%}."
     )
     check("the misfit", misfits[-1], 0.01 if options.steps >= 40 and options.antennas >= 12 else misfits[0])
     picture = options.out / "maxwell.png"

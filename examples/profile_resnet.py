@@ -119,8 +119,8 @@ def main() -> None:
     show("\n" + compiled.table(by="op", top=options.top))
 
     folded, params, report = fold_bn(lambda model, x: model(x), model, images)
-    apart = float(jnp.abs(folded(params, images) - model(images)).max())
-    print(f"\n{len(report.folded)} batch norms folded, {len(report.kept)} kept; outputs differ by at most {apart:.1e}.")
+    error = float(jnp.abs(folded(params, images) - model(images)).max())
+    print(f"\n{len(report.folded)} batch norms folded, {len(report.kept)} kept; outputs differ by at most {error:.1e}.")
 
     def as_written(images: jax.Array) -> jax.Array:
         return model(images)

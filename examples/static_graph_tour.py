@@ -328,14 +328,14 @@ def one_before_the_other() -> dict[str, Any]:
     said: list[str] = []
 
     @jax.jit
-    def told(x: jax.Array) -> jax.Array:
+    def ordered(x: jax.Array) -> jax.Array:
         jax.debug.callback(lambda: said.append("before"), ordered=True)
         y = jnp.sin(x)
         jax.debug.callback(lambda: said.append("after"), ordered=True)
         return y
 
     for _ in range(3):
-        told(1.0)
+        ordered(1.0)
     jax.effects_barrier()
     console.print(f"Ordered callbacks of three calls: {', '.join(said)}.")
     return {"kept": kept, "said": said}

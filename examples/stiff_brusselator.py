@@ -151,8 +151,8 @@ def main() -> None:
             dense, sparse = (times[f"{kind}, {name}"][-1] for name in methods)
             row += [f"{dense:.2f}", f"{sparse:.2f}", f"{dense / sparse:.0f}"]
         table.add_row(*row)
-        apart = np.abs(methods["dense"].step(y, 0.01)[0] - methods["sparse"].step(y, 0.01)[0]).max()
-        assert apart < 1e-9, f"dense and sparse steps differ by {apart}"
+        deviation = np.abs(methods["dense"].step(y, 0.01)[0] - methods["sparse"].step(y, 0.01)[0]).max()
+        assert deviation < 1e-9, f"dense and sparse steps differ by {deviation}"
     choice = jacobian(brusselator, sparsity="auto").explain(y)
     console.print(f"{choice.inputs} unknowns, {choice.inputs**2} entries: {choice.why}.")
     console.print(table)
