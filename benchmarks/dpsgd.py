@@ -65,7 +65,7 @@ def steps_of_torch(job: Job, ordinary: Any, private: Any) -> dict[str, Callable[
         OF_TORCH: _opacus.ordinary_step(plain, job.x, job.y),
         "Opacus, ghost": _opacus.ghost(module(), *args, noise, **ghost),
     }
-    if len(job.y) * sum(leaf.nbytes for leaf in jax.tree.leaves(job.params)) < 2**30:  # the memory of hooks
+    if len(job.y) * sum(leaf.nbytes for leaf in jax.tree.leaves(job.params)) < 2**30:  # bounds the memory of hooks
         found["Opacus, hooks"] = _opacus.hooks(module(), *args, noise)
     for name, step in found.items():
         expected = _opacus.arrays(job.twin, ordinary if name == OF_TORCH else private)

@@ -1,4 +1,4 @@
-"""Compute per-sample gradients, compute their norms without the gradients, and detect wrong labels by the norms.
+"""Compute per-sample gradients and their norms, and detect wrong labels by the norms.
 
     python examples/per_sample_gradients.py --steps 150 --out demo
 
