@@ -205,7 +205,7 @@ def draw_dpsgd(tables: dict[str, Any], plt: Any) -> Any:
                 times = "" if color == PALE else f", ×{number(best['time / ordinary step']['median'])}"
                 cells[name] = (best["ms"], color, f"{number(best['ms']['median'])} ms{times}")
         bars(axis, cells, f"{network.split()[0]}, batch {title.partition('batch ')[2].partition(',')[0]}")
-    figure.suptitle("Time of a DP-SGD step including noise (×: relative to an ordinary step of the same library)")
+    figure.suptitle("Time of a DP-SGD step including noise (×: median ratio to an ordinary step of the same library)")
     return figure
 
 

@@ -146,7 +146,7 @@ class Run:
             )
         if target is not None and step < target and not interrupted:
             why = "all members have stopped" if watch.finished else "the batches ended"
-            ends = f"{why} after step {step}, {target - step} steps before the {target - watch.start} asked for."
+            ends = f"{why} after step {step}, {target - step} steps before the {target - watch.start} requested."
             stopped_early = (np.asarray(everywhere(last.standing.stopped)) == Stop.EARLY).any()
             if not (watch.finished and stopped_early):
                 warnings.warn(f"Trainer.fit: {ends}", stacklevel=3)

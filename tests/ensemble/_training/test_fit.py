@@ -85,7 +85,7 @@ def test_no_steps_change_nothing(trainer, ens, make_batches, assert_same):
 
 
 def test_batches_that_end_early_warn(trainer, ens, make_batches):
-    with pytest.warns(UserWarning, match="the batches ended after step 2, 3 steps before the 5 asked for"):
+    with pytest.warns(UserWarning, match="the batches ended after step 2, 3 steps before the 5 requested"):
         state, _ = trainer.fit(trainer.init(ens), make_batches(2), steps=5, progress=False)
     assert int(state.step) == 2
 
