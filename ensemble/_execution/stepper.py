@@ -56,6 +56,8 @@ class Stepper:
         self._budget, self._seconds, self._cache = budget, seconds, cache
         self.executor = Executor(step, layout)
         self.tuning: Tuning | None = None
+        # The axes of the arguments, by the number of members, structure and shapes, for which they were checked.
+        self._axes: dict[Any, tuple[Axes, ...]] = {}
         self._checked_splits: set[Any] = set()
         self._chosen: dict[Any, Execution] = {}
         self._temporaries: dict[Any, int] = {}
@@ -94,11 +96,16 @@ class Stepper:
           ValueError: the batch does not match `in_axes`.
         """
         arguments = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-        axes = axes_per_argument("Trainer.step", self._in_axes, arguments)
-        # With None for the model, so that errors use the argument names of the loss.
-        what = "the number of members"
-        mapped_size("Trainer.step", self._step.loss.fun, (None, *arguments), {}, (None, *axes), None, size, what)
-        return arguments, tuple(axes)
+        leaves, treedef = jax.tree.flatten(arguments)
+        kind = size, treedef, tuple([getattr(x, "shape", ()) for x in leaves])
+        axes = self._axes.get(kind)
+        if axes is None:
+            axes = axes_per_argument("Trainer.step", self._in_axes, arguments)
+            # With None for the model, so that errors use the argument names of the loss.
+            what = "the number of members"
+            mapped_size("Trainer.step", self._step.loss.fun, (None, *arguments), {}, (None, *axes), None, size, what)
+            self._axes[kind] = axes
+        return arguments, axes
 
     def advance(
         self,
@@ -127,7 +134,7 @@ class Stepper:
                 self._checked_splits.add(kind)
         # After the checks, since choosing compiles and may measure for seconds.
         execution = self.choose(inputs, execution, donate, aloud)
-        if donate:
+        if donate and any(isinstance(x, np.ndarray) for x in jax.tree.leaves(inputs.arguments)):
             # Copied, since a data loader may reuse the buffer while the step still reads it.
             arguments = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, inputs.arguments)
             inputs = inputs._replace(arguments=arguments)

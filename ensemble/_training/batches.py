@@ -17,6 +17,9 @@ from ...transforms._models.split_model import dotted
 
 Draw = Literal["all", "bootstrap", "subset"]
 
+# At most this many batches, of at most so many bytes, are gathered together; the next order may take as many bytes.
+_TOGETHER, _BYTES = 16, 2**20
+
 
 class Batches:
     """An iterable of batches in shuffled epochs, for `Trainer.fit`.
@@ -94,6 +97,9 @@ class Batches:
         # NumPy arrays are copied, since the caller may change them; JAX arrays are immutable.
         self._data = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.array(x), data)
         self._batch_size, self._epochs, self._members, self._each = batch_size, epochs, members, each
+        # Small batches are gathered together, since a dispatch takes longer than gathering one of them.
+        size = batch_size * (members or 1) * sum(x.nbytes // max(1, count) for x in jax.tree.leaves(self._data))
+        self._together = max(1, min(_TOGETHER, self.per_epoch, _BYTES // max(1, size)))
         # Two keys, so that the selected examples of a member are independent of their order.
         to_draw, self._to_shuffle = jax.random.split(key)
         self.indices: jax.Array | None = None
@@ -122,12 +128,14 @@ class Batches:
 
     def order(self, epoch: int) -> jax.Array:
         """Return the indices of the examples in the order of an epoch: int32 (count,), or (members, count)."""
-        return _order(jax.random.fold_in(self._to_shuffle, epoch), self.indices, self._members, self._each)
+        return _order(self._to_shuffle, np.uint32(epoch), self.indices, self._members, self._each)
 
-    def _at(self, order: jax.Array, i: int) -> Any:
-        """Return batch `i` of an epoch with this order."""
-        # The start is an array, so that all batches are one compiled program.
-        return _gathered(self._data, order, np.int32(i * self._batch_size), self._batch_size)
+    def _from(self, order: jax.Array, i: int) -> list[Any]:
+        """Return batch `i` of an epoch with this order, and some that follow."""
+        # The last ones start earlier, and the start is an array, so that all are one compiled program.
+        first = min(i, self.per_epoch - self._together)
+        start = np.int32(first * self._batch_size)
+        return _gathered(self._data, order, start, self._batch_size, self._together)[i - first :]
 
 
 class BatchIterator(Iterator[Any]):
@@ -138,6 +146,8 @@ class BatchIterator(Iterator[Any]):
         self._next = 0
         self._epoch = -1
         self._order: jax.Array | None = None
+        self._following: jax.Array | None = None
+        self._ready: list[Any] = []
 
     def __next__(self) -> Any:
         """Return the next batch; draw the order of an epoch with its first batch."""
@@ -145,19 +155,24 @@ class BatchIterator(Iterator[Any]):
         epoch, i = divmod(self._next, batches.per_epoch)
         if batches._epochs is not None and epoch >= batches._epochs:
             raise StopIteration
-        # Only the order of the current epoch is kept, to save memory.
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, batches.order(epoch)
+            ahead = self._following if epoch == self._epoch + 1 else None
+            self._epoch, self._order = epoch, batches.order(epoch) if ahead is None else ahead
+            # The next order is computed while this one is in use, unless it would need much memory.
+            last = batches._epochs is not None and epoch + 1 == batches._epochs
+            self._following = None if last or self._order.nbytes > _BYTES else batches.order(epoch + 1)
+        if not self._ready:
+            assert self._order is not None
+            self._ready = batches._from(self._order, i)[::-1]
         self._next += 1
-        assert self._order is not None
-        return batches._at(self._order, i)
+        return self._ready.pop()
 
     def skip(self, count: int) -> int:
         """Skip `count` batches, or all that are left if there are fewer, and return the number skipped."""
         end = self._next + count
         if self._batches._epochs is not None:
             end = min(end, len(self._batches))
-        skipped, self._next = end - self._next, end
+        skipped, self._next, self._ready = end - self._next, end, []
         return skipped
 
 
@@ -175,9 +190,10 @@ def _drawn(key: jax.Array, members: int, count: int, each: int, replace: bool) -
     return jax.lax.map(of_member, jnp.arange(members))
 
 
-@partial(jax.jit, static_argnums=(2, 3))
-def _order(key: jax.Array, indices: jax.Array | None, members: int | None, each: int) -> jax.Array:
-    """Return a permutation of the examples: one for all members, or one for each."""
+@partial(jax.jit, static_argnums=(3, 4))
+def _order(key: jax.Array, epoch: Any, indices: jax.Array | None, members: int | None, each: int) -> jax.Array:
+    """Return the permutation of the examples in an epoch: one for all members, or one for each."""
+    key = jax.random.fold_in(key, epoch)
     if members is None:
         return jax.random.permutation(key, each).astype(jnp.int32)
 
@@ -189,11 +205,13 @@ def _order(key: jax.Array, indices: jax.Array | None, members: int | None, each:
     return jax.lax.map(of_member, jnp.arange(members))
 
 
-@partial(jax.jit, static_argnums=3)
-def _gathered(data: Any, order: jax.Array, start: jax.Array, size: int) -> Any:
-    """Gather `size` examples from position `start` of the order on, for each member if each has its own order."""
-    index = jax.lax.dynamic_slice_in_dim(order, start, size, axis=-1)
-    return jax.tree.map(lambda x: x[index], data)
+@partial(jax.jit, static_argnums=(3, 4))
+def _gathered(data: Any, order: jax.Array, start: jax.Array, size: int, count: int) -> list[Any]:
+    """Gather `count` batches from position `start` of the order on, for each member if each has its own order."""
+    index = jax.lax.dynamic_slice_in_dim(order, start, size * count, axis=-1)
+    batches, axis = jax.tree.map(lambda x: x[index], data), order.ndim - 1
+    slices = [partial(jax.lax.slice_in_dim, start_index=i * size, limit_index=(i + 1) * size) for i in range(count)]
+    return [jax.tree.map(partial(take, axis=axis), batches) for take in slices]
 
 
 def _length(data: Any) -> int:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from ...transforms._core.arguments import describe
 from ...transforms._core.axes import broadcast_axes
 from ...transforms._runs.checkpoint import Checkpoint
-from ...transforms._runs.history import Recorder, is_recorded, numbers
+from ...transforms._runs.history import Recorder, recorded
 from ...transforms._runs.run_directory import RunDirectory
 from .._execution.forms import State
 from .._execution.stepper import Stepper
@@ -90,36 +90,45 @@ class Run:
         self.taken += 1
         active = watch.active
         after, found = watch.after(self.taken, after)
-        return after, ({**everywhere(metrics), **found}, active)
+        if self.stepper.executor.layout is not None:
+            metrics = everywhere(metrics)
+        return after, ({**metrics, **found}, active)
 
     def record(self, step: int, reported: tuple[dict[str, Any], np.ndarray]) -> None:
         """Record a step whose metrics are computed, warn of members that failed, and call the callbacks."""
         metrics, active = reported
-        size, evaluated = self.watch.size, "validation" in metrics
-        metrics = {name: x for name, x in metrics.items() if is_recorded(x)}
-        stopped = np.asarray(metrics.pop("stopped"))
-        self.watch.notice(stopped)
-        if (stopped > 0).all():  # no member trained: the step was dispatched before that was noticed
-            return
+        evaluated = "validation" in metrics
+        metrics = recorded(metrics)
+        stopped, trained = metrics.pop("stopped"), None
+        if np.count_nonzero(stopped) or len(active) < self.watch.size:
+            self.watch.notice(stopped)
+            if (stopped > 0).all():  # no member trained: the step was dispatched before that was noticed
+                return
+            metrics, trained = self._of_all_members(step, metrics, stopped, active)
+        if self.recorder.add(step, metrics, trained, always=evaluated) and self.callbacks:
+            if trained is not None and not trained.all():
+                wide = {name: x if x.dtype.kind in "fc" else x.astype(np.float32) for name, x in metrics.items()}
+                metrics = {name: np.where(trained, x, np.nan).astype(x.dtype) for name, x in wide.items()}
+            for callback in self.callbacks:
+                callback(step, metrics)
+
+    def _of_all_members(
+        self, step: int, metrics: dict[str, np.ndarray], stopped: np.ndarray, active: np.ndarray
+    ) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Return the metrics with a row for each member, and the members that trained; warn of those that failed."""
         if (stopped < 0).any():
             named = members_in_words(active[stopped < 0])
             warnings.warn(
                 f"Trainer.fit: {named} stopped at step {step}, since the loss or the gradients were not finite; "
                 "the state before the step is kept.",
-                stacklevel=5,  # the caller of `fit`: above this method, the loop's two functions, and `fit`
+                stacklevel=6,  # the caller of `fit`: above this method, `record`, the loop's two functions, and `fit`
             )
         # A member that fails in this step still gets a row for it, with its non-finite loss.
-        trained = np.zeros(size, bool)
+        trained = np.zeros(self.watch.size, bool)
         trained[active] = stopped <= 0
         # Members that have left the run get arbitrary values, which `trained` masks.
-        places = np.searchsorted(active[:-1], np.arange(size))
-        metrics = {name: numbers(x)[places] for name, x in metrics.items()}
-        if self.recorder.add(step, metrics, trained, always=evaluated) and self.callbacks:
-            if not trained.all():
-                wide = {name: x if x.dtype.kind in "fc" else x.astype(np.float32) for name, x in metrics.items()}
-                metrics = {name: np.where(trained, x, np.nan).astype(x.dtype) for name, x in wide.items()}
-            for callback in self.callbacks:
-                callback(step, metrics)
+        places = np.searchsorted(active[:-1], np.arange(self.watch.size))
+        return {name: x[places] for name, x in metrics.items()}, trained
 
     def save(self, state: State) -> None:
         """Write a checkpoint."""

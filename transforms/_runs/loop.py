@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +22,9 @@ State = TypeVar("State")
 # The number of steps that may be queued on the device: enough to hide the host's work between steps, but few, since
 # each keeps its batch and metrics in memory until it is done.
 _AHEAD = 2
+# Waiting for a step takes some 30 us, and so is done for several short steps at once: for at most this many, which take
+# about this many seconds.
+_TOGETHER, _SECONDS = 16, 2e-3
 
 
 def run(
@@ -63,8 +68,9 @@ def run(
     """
     from tqdm import tqdm  # imported here, since importing the library should load only JAX
 
-    saved = step
+    saved, shown = step, -math.inf
     waiting: deque[tuple[int, Any]] = deque()
+    last: tuple[int, Any] | None = None
     with (
         _on_interrupt(interruptible) as interrupt,
         tqdm(total=total, initial=done, unit="step", disable=not progress, dynamic_ncols=True) as bar,
@@ -73,13 +79,18 @@ def run(
         # busy while the host records and prepares the next batch.
         def settle(leave: int) -> None:
             """Wait for the oldest steps until only `leave` are queued, and record them."""
+            nonlocal last, shown
             while len(waiting) > leave:
-                settled, metrics = waiting.popleft()
-                jax.block_until_ready(metrics)
-                record(settled, metrics)
-                bar.set_postfix_str(say(settled, metrics), refresh=False)
+                last = waiting.popleft()
+                jax.block_until_ready(last[1])
+                record(*last)
+                # The bar is not drawn more often than this, and its text may take longer than a step.
+                if progress and time.monotonic() - shown >= bar.mininterval:
+                    shown = time.monotonic()
+                    bar.set_postfix_str(say(*last), refresh=False)
                 bar.update()
 
+        ahead, now = _AHEAD, time.monotonic()
         while step != target and not interrupt.requested and not finished():
             try:
                 batch = next(source)
@@ -93,12 +104,18 @@ def run(
             state, metrics = advance(state, batch)
             step += 1
             waiting.append((step, metrics))
-            settle(_AHEAD)
+            if len(waiting) > ahead:
+                count = len(waiting) - _AHEAD
+                settle(_AHEAD)
+                before, now = now, time.monotonic()
+                ahead = _AHEAD + min(_TOGETHER, int(_SECONDS * count / max(now - before, 1e-9)))
             if save is not None and checkpoint_every is not None and step % checkpoint_every == 0:
                 settle(0)
                 save(state)
                 saved = step
         settle(0)
+        if progress and last is not None:
+            bar.set_postfix_str(say(*last), refresh=False)
         if save is not None and saved != step:
             save(state)
         if interrupt.requested and progress:

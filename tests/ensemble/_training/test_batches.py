@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 from plurax.ensemble import Batches, Ensemble, Trainer
+from plurax.ensemble._training import batches as batches_module
 
 KEY = jax.random.key(7)
 DATA = {"x": np.arange(46.0, dtype=np.float32).reshape(23, 2), "y": np.arange(23)}
@@ -74,19 +75,44 @@ def test_bootstraps_draw_uniformly():
 def test_batches_that_are_skipped_are_not_made(monkeypatch):
     batches = Batches(DATA, 5, key=KEY, members=2, epochs=4)
     expected = list(batches)[9:]
-    made, at = [], batches._at
+    made, of_order = [], batches._from
 
     def counted(*args):
         made.append(args)
-        return at(*args)
+        return of_order(*args)
 
-    monkeypatch.setattr(batches, "_at", counted)
+    monkeypatch.setattr(batches, "_from", counted)
     iterator = iter(batches)
     assert iterator.skip(9) == 9
     assert not made
     for one, other in zip(iterator, expected, strict=True):
         np.testing.assert_array_equal(one["y"], other["y"])
     assert iterator.skip(3) == 0
+
+
+@pytest.mark.parametrize("bytes_at_once", [1, 200, 2**20])
+@pytest.mark.parametrize("members", [None, 3])
+def test_batches_do_not_depend_on_how_many_are_gathered_together(monkeypatch, members, bytes_at_once):
+    """Nor on where an iterator starts: the last ones of an epoch of seven are gathered with earlier ones."""
+    monkeypatch.setattr(batches_module, "_BYTES", bytes_at_once)
+    batches = Batches({"x": np.arange(46.0).reshape(23, 2)}, 3, key=KEY, members=members, epochs=3)
+    assert batches.per_epoch == 7
+    expected = [
+        np.take(np.arange(46.0).reshape(23, 2), np.asarray(batches.order(epoch))[..., 3 * i : 3 * i + 3], axis=0)
+        for epoch in range(3)
+        for i in range(7)
+    ]
+    for start in (0, 1, 6, 8, 20):
+        iterator = iter(batches)
+        assert iterator.skip(start) == start
+        found = [batch["x"] for batch in iterator]
+        assert len(found) == 21 - start
+        for one, other in zip(found, expected[start:], strict=True):
+            np.testing.assert_array_equal(one, other)
+    iterator = iter(batches)
+    first = [next(iterator)["x"] for _ in range(2)]
+    assert iterator.skip(7) == 7
+    np.testing.assert_array_equal([*first, next(iterator)["x"]], [expected[0], expected[1], expected[9]])
 
 
 def test_the_data_is_stored_once():

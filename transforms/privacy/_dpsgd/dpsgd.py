@@ -20,7 +20,7 @@ from ..._core.prng import check_key
 from ..._models.equinox import differentiated, held
 from ..._models.split_model import Members, Model, is_members, models_of, split_tree
 from ..._runs.checkpoint import Checkpoint
-from ..._runs.history import History, Recorder
+from ..._runs.history import History, Recorder, recorded
 from ..._runs.loop import check_options, run
 from ..._runs.processes import Group
 from ..._runs.run_directory import RunDirectory
@@ -305,7 +305,9 @@ class DPSGD:
 
         def record(step: int, metrics: dict[str, Any]) -> None:
             # A single model is recorded as an ensemble of one.
-            recorder.add(step, jax.tree.map(lambda x: x[None], metrics) if alone else metrics)
+            recorder.add(
+                step, recorded({name: np.asarray(x)[None] for name, x in metrics.items()} if alone else metrics)
+            )
 
         after, step, interrupted = run(
             jax.tree.map(jnp.copy, state),  # each step reuses the memory of the previous state

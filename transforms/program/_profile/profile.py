@@ -147,8 +147,8 @@ class Profile:
             text += f", {self.estimated:.1%} estimated (fused operations, in proportion to their flops)"
         if self.apart:
             text += (
-                ".\nXLA combines several operations into one instruction here; these figures are from a program that keeps "
-                "each matrix product, convolution and loop separate"
+                ".\nXLA combines several operations into one instruction here; these figures are from a program that "
+                "keeps each matrix product, convolution and loop separate"
             )
         if self.watched > _TOO_LONG * self.jitted:
             text += (
