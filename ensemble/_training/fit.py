@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from tqdm import tqdm
@@ -61,6 +61,22 @@ def resumed(store: RunDirectory | None, state: TrainState, stepper: Stepper, wat
     return found if int(found[0].step) > watch.start else (state, *found[1:3], {})
 
 
+class Report(NamedTuple):
+    """The report of one step or of several that were taken as one program.
+
+    Attributes:
+      metrics: the metrics, which may not be computed yet; those of several steps have these along the last axis.
+      evaluated: the values of an evaluation after the last step, by name.
+      active: the indices of the members that the metrics belong to.
+      count: the number of steps.
+    """
+
+    metrics: dict[str, Any]
+    evaluated: dict[str, Any]
+    active: np.ndarray
+    count: int
+
+
 @dataclass
 class Run:
     """The steps of one run of a trainer."""
@@ -74,38 +90,44 @@ class Run:
     taken: int
     saved: int = -1
 
-    def advance(self, state: State, batch: Any) -> tuple[State, tuple[dict[str, Any], np.ndarray]]:
-        """Take a step, then stop or restart members; return the new state and the report of the step.
-
-        The report has the metrics, which may not be computed yet, and the indices of the members that they belong to.
-        """
+    def advance(self, state: State, batches: list[Any]) -> tuple[State, Report]:
+        """Take a step for each batch, then stop or restart members; return the new state and the report."""
         watch = self.watch
         if len(watch.active) < watch.size:
             # Batches have slices for all members, but the state has no rows for those that have left the run.
-            arguments, axes = self.stepper.arguments(batch, watch.size)
-            batch = watch.batch(arguments, broadcast_axes(axes, arguments))
+            given = [self.stepper.arguments(batch, watch.size) for batch in batches]
+            batches = [watch.batch(arguments, broadcast_axes(axes, arguments)) for arguments, axes in given]
         after, metrics, self.execution = self.stepper.advance(
-            state, batch, self.execution, donate=True, aloud=watch.aloud
+            state, batches, self.execution, donate=True, aloud=watch.aloud
         )
-        self.taken += 1
+        self.taken += len(batches)
         active = watch.active
         after, found = watch.after(self.taken, after)
         if self.stepper.executor.layout is not None:
             metrics = everywhere(metrics)
-        return after, ({**metrics, **found}, active)
+        return after, Report(metrics, found, active, len(batches))
 
-    def record(self, step: int, reported: tuple[dict[str, Any], np.ndarray]) -> None:
-        """Record a step whose metrics are computed, warn of members that failed, and call the callbacks."""
-        metrics, active = reported
-        evaluated = "validation" in metrics
-        metrics = recorded(metrics)
+    def record(self, last: int, report: Report) -> None:
+        """Record steps up to the `last`, whose metrics are computed."""
+        count = report.count
+        if count == 1:
+            self._record(last, recorded(report.metrics), report.evaluated, report.active)
+            return
+        of_all = recorded(report.metrics, ndim=2)
+        for i in range(count):
+            metrics = {name: x[:, i] for name, x in of_all.items()}
+            self._record(last - count + 1 + i, metrics, report.evaluated if i == count - 1 else {}, report.active)
+
+    def _record(self, step: int, metrics: dict[str, np.ndarray], evaluated: dict[str, Any], active: np.ndarray) -> None:
+        """Record a step, warn of members that failed, and call the callbacks."""
         stopped, trained = metrics.pop("stopped"), None
+        metrics |= recorded(evaluated)
         if np.count_nonzero(stopped) or len(active) < self.watch.size:
             self.watch.notice(stopped)
             if (stopped > 0).all():  # no member trained: the step was dispatched before that was noticed
                 return
             metrics, trained = self._of_all_members(step, metrics, stopped, active)
-        if self.recorder.add(step, metrics, trained, always=evaluated) and self.callbacks:
+        if self.recorder.add(step, metrics, trained, always=bool(evaluated)) and self.callbacks:
             if trained is not None and not trained.all():
                 wide = {name: x if x.dtype.kind in "fc" else x.astype(np.float32) for name, x in metrics.items()}
                 metrics = {name: np.where(trained, x, np.nan).astype(x.dtype) for name, x in wide.items()}
@@ -121,7 +143,7 @@ class Run:
             warnings.warn(
                 f"Trainer.fit: {named} stopped at step {step}, since the loss or the gradients were not finite; "
                 "the state before the step is kept.",
-                stacklevel=6,  # the caller of `fit`: above this method, `record`, the loop's two functions, and `fit`
+                stacklevel=7,  # the caller of `fit`: above three methods here, the loop's two functions, and `fit`
             )
         # A member that fails in this step still gets a row for it, with its non-finite loss.
         trained = np.zeros(self.watch.size, bool)
@@ -205,10 +227,13 @@ def _check_settings(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
             raise ValueError(f"{checkpoint} {found}; {remedy}.")
 
 
-def loss_range(metrics: Mapping[str, Any]) -> str:
+def loss_range(report: Report) -> str:
     """Return the range of the loss over the members that train, for the progress bar."""
+    loss, stopped = (np.asarray(report.metrics[name]) for name in ("loss", "stopped"))
+    if report.count > 1:
+        loss, stopped = loss[:, -1], stopped[:, -1]
     # Stopped members are left out: one that stopped with a large loss would keep the range wide to the end.
-    loss = np.asarray(metrics["loss"])[np.asarray(metrics["stopped"]) <= 0]
+    loss = loss[stopped <= 0]
     finite = loss[np.isfinite(loss)]
     others = loss.size - finite.size
     spread = f"loss {finite.min():.4f} to {finite.max():.4f}" if finite.size else "loss"

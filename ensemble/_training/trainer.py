@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -21,7 +22,7 @@ from ...transforms._runs.processes import Group
 from ...transforms._runs.run_directory import RunDirectory
 from .._execution.autotune import Tuning
 from .._execution.forms import State, stacked
-from .._execution.stepper import Stepper
+from .._execution.stepper import Stepper, copied
 from .._members.ensemble import Ensemble, M
 from .._members.sharding import Layout
 from .._members.strategy import Execution, Strategy
@@ -210,7 +211,7 @@ class Trainer:
         """
         check_state("Trainer.step", state)
         # "stopped" is for `fit`; users read `state.standing`.
-        after, metrics, _ = self._stepper.advance(state, batch)
+        after, metrics, _ = self._stepper.advance(state, [batch])
         return stacked(after), {name: x for name, x in metrics.items() if name != "stopped"}
 
     def fit(
@@ -219,6 +220,7 @@ class Trainer:
         batches: Iterable[Any],
         *,
         steps: int | None = None,
+        steps_per_call: int = 1,
         progress: bool = True,
         checkpoint_dir: Any = None,
         checkpoint_every: int | None = None,
@@ -235,6 +237,10 @@ class Trainer:
           batches: an iterable of batches. It is never rewound, and only the batches that are used are taken from it.
           steps: the number of further steps; None trains until the batches end. A run that ends earlier warns, unless
             `early_stopping` ended it.
+          steps_per_call: the number of steps that one program takes, as a loop over as many batches, which saves time
+            between short steps. Results agree up to rounding. `checkpoint_every` and the `every` of `early_stopping`
+            and `restarts` keep their meaning: the largest number that divides all of them is used. Steps before a
+            multiple of it after a resumption, the last ones, and batches that differ in shape are taken one by one.
           progress: whether to show a bar with the range of the loss over the members and the steps per second.
           checkpoint_dir: a directory for checkpoints (`step_00000100`, ...), created if missing. If it holds a complete
             checkpoint later than `state`, training resumes from the newest one and skips one batch for each step by
@@ -268,11 +274,13 @@ class Trainer:
           OSError: `checkpoint_dir` cannot be created.
 
         Cost:
-          The state is copied once; after that, each step reuses the memory of the previous state.
+          The state is copied once; after that, each step reuses the memory of the previous state. With
+          `steps_per_call`, as many batches are held twice, and up to as many are taken before a stop is noticed.
         """
         check_state("Trainer.fit", state)
         check_options("Trainer.fit", steps, checkpoint_dir, checkpoint_every, checkpoint_keep, history_every)
         check_watched(self._stepper, early_stopping, restarts, callbacks)
+        check_count("Trainer.fit", "steps_per_call", steps_per_call)
         source = iterate("Trainer.fit", batches)
         start = int(state.step)
         target = None if steps is None else start + steps
@@ -287,6 +295,10 @@ class Trainer:
             raise ValueError(f"Trainer.fit: {newest}, after step {target}; take more steps or use another directory.")
         if step > start:
             skip("Trainer.fit", source, step - start)
+        intervals = [x.every for x in (early_stopping, restarts) if x is not None]
+        together = math.gcd(steps_per_call, checkpoint_every or 0, *intervals)
+        # Batches that wait for others are copied, since a data loader may reuse their memory.
+        source = map(copied, source) if together > 1 else source
         recorder = Recorder(history_every, recorded)
         steps_of_run = Run(self._stepper, watch, recorder, store, callbacks, execution, step)
         first: State = watch.begin(jax.tree.map(jnp.copy, begin), watched)
@@ -297,7 +309,7 @@ class Trainer:
             step=step,
             target=target,
             record=steps_of_run.record,
-            say=lambda _, reported: loss_range(reported[0]),
+            say=lambda _, report: loss_range(report),
             save=None if store is None else steps_of_run.save,
             checkpoint_every=checkpoint_every,
             # Only the first process shows a bar. With several processes Ctrl-C must not end only one of them: the
@@ -307,6 +319,8 @@ class Trainer:
             done=step - start,
             total=total_steps(batches, steps),
             finished=lambda: watch.finished,
+            together=together,
+            alike=self._stepper.alike,
         )
         last = steps_of_run.finish(state, ended, target, interrupted)
         return last, recorder.rows(columns(self._stepper, begin))

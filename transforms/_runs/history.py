@@ -79,15 +79,15 @@ class Recorder:
         return rows
 
 
-def recorded(metrics: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def recorded(metrics: Mapping[str, Any], ndim: int = 1) -> dict[str, np.ndarray]:
     """Return the metrics with one number for each member, as arrays in native NumPy dtypes, for files.
 
-    bfloat16 and the like become float32, without loss.
+    bfloat16 and the like become float32, without loss. `ndim` is 2 for metrics of several steps.
     """
     found = {}
     for name, value in metrics.items():
-        if getattr(value, "ndim", None) == 1:
-            if value.dtype.kind in _NATIVE:
+        if getattr(value, "ndim", None) == ndim:
+            if getattr(value.dtype, "kind", "?") in _NATIVE:
                 found[name] = np.asarray(value)
             elif jnp.issubdtype(value.dtype, jnp.number):
                 found[name] = np.asarray(value).astype(np.float32)

@@ -197,7 +197,7 @@ def held_by_each() -> None:
         assert [shard.data.shape[0] for shard in leaf.addressable_shards] == [2, 2, 2, 2]
     # Six members do not divide over four devices: in a run each device has two with padding, after it all six.
     trainer = Trainer(cross_entropy, optax.adam(0.1), mesh=mesh_of(4))
-    in_run, _, _ = trainer._stepper.advance(trainer.init(created(CNN)), (IMAGES, LABELS), donate=True)
+    in_run, _, _ = trainer._stepper.advance(trainer.init(created(CNN)), [(IMAGES, LABELS)], donate=True)
     assert {len(shard.data) for leaf in jax.tree.leaves(in_run.arrays) for shard in leaf.addressable_shards} == {2}
     after = trainer.step(trainer.init(created(CNN)), (IMAGES, LABELS))[0]
     assert {len(shard.data) for leaf in jax.tree.leaves(after.ensemble) for shard in leaf.addressable_shards} == {6}
@@ -264,6 +264,18 @@ def padded() -> None:
         state, _ = trainer.step(jax.tree.map(lambda x: x, state), (ROWS, TARGETS))  # rebuilt, without padding
         states.append(state)
     assert_close(states[1], states[0])
+
+
+def several_steps_in_a_call() -> None:
+    """On members with padding, and on parts of a batch: the same as single steps."""
+    for size, mesh in ((5, mesh_of(4)), (4, mesh_of(2, 2))):
+        trainer = Trainer(square, optax.adam(0.1), strategy="vmap", mesh=mesh)
+        batches = [(ROWS * i, TARGETS) for i in range(1, 8)]
+        expected, rows = trainer.fit(trainer.init(created(linear, size)), batches, progress=False)
+        found, again = trainer.fit(trainer.init(created(linear, size)), batches, steps_per_call=3, progress=False)
+        assert_close(found, expected, 1e-4)
+        assert [row["step"] for row in again] == [row["step"] for row in rows]
+        assert_close([row["loss"] for row in again], [row["loss"] for row in rows], 1e-4)
 
 
 def calls() -> None:
@@ -450,6 +462,7 @@ WAYS = (
     random_numbers,
     keys_in_the_batch,
     padded,
+    several_steps_in_a_call,
     calls,
     a_data_axis_of_one,
     refusals,

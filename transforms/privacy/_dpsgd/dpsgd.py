@@ -305,14 +305,12 @@ class DPSGD:
 
         def record(step: int, metrics: dict[str, Any]) -> None:
             # A single model is recorded as an ensemble of one.
-            recorder.add(
-                step, recorded({name: np.asarray(x)[None] for name, x in metrics.items()} if alone else metrics)
-            )
+            recorder.add(step, recorded(jax.tree.map(lambda x: x[None], metrics) if alone else metrics))
 
         after, step, interrupted = run(
             jax.tree.map(jnp.copy, state),  # each step reuses the memory of the previous state
             self.batches(data, state, sizes=sizes),
-            self._donated_step,
+            lambda state, batches: self._donated_step(state, *batches),
             step=begin,
             target=target,
             record=record,
