@@ -92,7 +92,7 @@ def conformal_threshold(
         larger sets for uncertain examples.
 
     Returns:
-      Shape (...): the k-th smallest score of the data, k = ceil((batch + 1) (1 - error)); infinity if k exceeds the
+      Shape (...), the k-th smallest score of the data, k = ceil((batch + 1) (1 - error)); infinity if k exceeds the
       batch size, so that sets contain all classes. NaN under the same conditions as `plurax.ensemble.metrics.nll`.
 
     Raises:
@@ -158,7 +158,7 @@ def conformal_radius(
         interval is proportional to its scale. None uses 1.
 
     Returns:
-      Shape (...): the k-th smallest distance between prediction and target, divided by the scale; k as for
+      Shape (...), the k-th smallest distance between prediction and target, divided by the scale; k as for
       `conformal_threshold`.
 
     Raises:

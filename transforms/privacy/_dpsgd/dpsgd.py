@@ -66,7 +66,10 @@ class DPSGD:
     Attributes:
       noise_multiplier: as given, or computed from `target_epsilon`.
       ledger: the settings of a step that the accountant needs.
-      target_delta, accountant, num_examples, num_steps: as given.
+      target_delta: as given.
+      accountant: as given.
+      num_examples: as given.
+      num_steps: as given.
 
     Raises:
       TypeError, ValueError: both or neither of `noise_multiplier` and `target_epsilon`; a number out of range; an
