@@ -87,11 +87,23 @@ def _check_any_arrays(api: str, parts: SplitModel) -> None:
 
 
 def _key(seed: Any, size: int) -> jax.Array:
-    """Return one key, or `size` keys, for a seed; raise if it is neither an int nor these."""
-    if isinstance(seed, jax.Array) and is_key(seed):
-        if seed.shape in ((), (size,)):
-            return seed
-    elif is_int(seed):
+    """Return one key, or `size` keys, for a seed or for one seed per member; raise if it is neither."""
+    if is_int(seed):
         return jax.random.key(seed)
-    expected = f"an int, a key such as jax.random.key(0), or {size} keys"
+    # An array of integers in JAX may be a key of the old kind: two words of uint32, which are not two seeds.
+    if isinstance(seed, (list, tuple, range)) or (isinstance(seed, np.ndarray) and seed.ndim == 1):
+        each = [jax.random.key(x) if is_int(x) else x for x in seed]
+        if all(is_key(x) and x.ndim == 0 for x in each) and len({x.dtype for x in each}) < 2:
+            _check_length(len(each), size)
+            return jnp.stack(each)
+    elif isinstance(seed, jax.Array) and is_key(seed) and seed.ndim < 2:
+        if seed.ndim:
+            _check_length(len(seed), size)
+        return seed
+    expected = f"an int, a key such as jax.random.key(0), or a list of {size} ints or keys"
     raise TypeError(f"Ensemble.create: seed must be {expected}, but got {describe(seed)}.")
+
+
+def _check_length(seeds: int, size: int) -> None:
+    if seeds != size:
+        raise ValueError(f"Ensemble.create: seed has {seeds} entries for {size} members; pass one for each.")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, SupportsIndex, TypeVar, get_args, overload
 
 import jax
+import numpy as np
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
 from ...transforms._core.arguments import check_callable, check_choice, describe
@@ -18,7 +19,7 @@ from .call import call_members
 from .create import create_members, stack_members
 from .functional_model import FunctionalModel, Rule
 from .prediction import Kind, Prediction, classify, regress
-from .rows import member_index
+from .rows import member_index, select_rows
 from .sharding import Layout, within
 
 if TYPE_CHECKING:
@@ -127,8 +128,8 @@ class Ensemble(Generic[M]):
           make: a function from `nnx.Rngs` to a model. It is traced once, for all members.
           size: the number of members, at least 1.
           seed: an int or a key. Member i is `make(nnx.Rngs(jax.random.fold_in(jax.random.key(seed), i)))`, to an ulp.
-            Alternatively an array of keys (size,): member i is `make(nnx.Rngs(seed[i]))`, so equal keys give equal
-            members.
+            Alternatively one seed per member, as a list of ints or keys or as an array of keys (size,): member i is
+            `make(nnx.Rngs(seed[i]))`, to an ulp, so equal seeds give equal members.
           mesh: a `jax.sharding.Mesh` with an axis "ensemble". Each device along that axis creates and holds only its
             own members; devices along an axis "data" hold copies. A mesh may span several processes.
 
@@ -137,9 +138,10 @@ class Ensemble(Generic[M]):
 
         Raises:
           TypeError: `make` is not callable or does not return a model; `size` is not an int; `seed` is neither an int,
-            a key, nor an array of `size` keys; `seed` is traced and there is a mesh; `mesh` is not a mesh.
-          ValueError: `size` is below 1 or not divisible by the number of devices along "ensemble"; the axes of the mesh
-            have other names; the models have no arrays.
+            a key, nor a list or array of these; its keys are of different kinds; `seed` is traced and there is a mesh;
+            `mesh` is not a mesh.
+          ValueError: `size` is below 1 or not divisible by the number of devices along "ensemble"; `seed` has another
+            number of entries than `size`; the axes of the mesh have other names; the models have no arrays.
 
         Cost:
           One compilation. The members are created one after another, so peak memory is that of the result.
@@ -290,13 +292,22 @@ class Ensemble(Generic[M]):
     def __iter__(self) -> Iterator[M]:
         return (self[i] for i in range(len(self)))
 
+    # The type of an array does not tell whether it holds one index or several, so its overload comes first.
+    @overload
+    def __getitem__(self, index: jax.Array | np.ndarray) -> Any: ...
     @overload
     def __getitem__(self, index: SupportsIndex) -> M: ...
     @overload
-    def __getitem__(self, index: slice) -> Ensemble[M]: ...
+    def __getitem__(self, index: slice | list[int] | list[bool]) -> Ensemble[M]: ...
     def __getitem__(self, index: Any) -> Any:
-        """Return member `index` as a standalone model, or an ensemble of a slice of the members."""
+        """Return member `index` as a standalone model, or an ensemble of some of the members.
+
+        A slice, a list or array of ints, or a mask gives an ensemble; lists, arrays and masks as in
+        `plurax.ensemble.select`.
+        """
         size = len(self)
+        if isinstance(index, list) or (isinstance(index, (np.ndarray, jax.Array)) and index.ndim):
+            return Ensemble(self.structure, *select_rows("Ensemble", (self.trainable, self.rest), index, size))
         if isinstance(index, slice):
             if not range(size)[index]:
                 raise IndexError(f"Ensemble: {index} selects none of the {size} members; select at least one.")
