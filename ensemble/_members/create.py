@@ -17,7 +17,7 @@ from ...transforms._core.compat import Tracer
 from ...transforms._core.prng import is_key
 from ...transforms._models.split_model import SplitModel, Structure, is_model, split
 from ...transforms._models.stacking import check_leaves, stack_models, strong
-from .sharding import ENSEMBLE, Layout
+from .sharding import ENSEMBLE, Layout, uncommitted
 
 _REMEDY = "build all members with one configuration", "define it once, at module level, or use Ensemble.create"
 
@@ -61,10 +61,8 @@ def create_members(make: Callable[..., Any], size: int, seed: Any, mesh: Any) ->
         raise ValueError(f"Ensemble.create: {size} members do not divide over {devices}.")
     if isinstance(key, Tracer):
         raise TypeError("Ensemble.create: with a mesh, seed must have a value, but got one that is traced.")
-    # `make_one` closes over the key, which may be committed to devices outside the mesh. Copied through the host, it is
-    # an uncommitted constant.
-    impl, words = jax.random.key_impl(key), np.asarray(jax.random.key_data(key))
-    key = jax.random.wrap_key_data(jnp.asarray(words), impl=impl)
+    # `make_one` closes over the key, which may be committed to devices outside the mesh.
+    key = uncommitted(key)
     indices = layout.place(np.arange(size))
     with layout.context():
         trainable, rest = jax.jit(layout.on_each(make_some, P(ENSEMBLE)))(indices)

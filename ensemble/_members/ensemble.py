@@ -20,7 +20,7 @@ from .create import create_members, stack_members
 from .functional_model import FunctionalModel, Rule
 from .prediction import Kind, Prediction, classify, regress
 from .rows import member_index, select_rows
-from .sharding import Layout, within
+from .sharding import Layout, one_copy, within
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -215,9 +215,10 @@ class Ensemble(Generic[M]):
         check_in_axes("Ensemble", in_axes)
         self._check_intact()
         arrays, static = HashablePytree.separate((args, kwargs))
-        layout = Layout.around(self)
-        with within(layout):
-            arrays = arrays if layout is None else list(map(layout.place_shared, arrays))
+        layout, home = Layout.around(self), Layout.home(self)
+        with within(layout or home):
+            if layout or home:
+                arrays = [layout.place_shared(x) if layout else home.reach(x) for x in arrays]
             return call_members(self, arrays, static, HashablePytree.of(in_axes), layout)
 
     def predict(self, x: Any, *, kind: Kind = "classification", in_axes: Axes = None, **kwargs: Any) -> Prediction:
@@ -311,9 +312,13 @@ class Ensemble(Generic[M]):
         if isinstance(index, slice):
             if not range(size)[index]:
                 raise IndexError(f"Ensemble: {index} selects none of the {size} members; select at least one.")
-            return jax.tree.map(lambda x: x[index], self)
-        i = member_index("Ensemble", index, size)
-        return jax.tree.map(lambda x: x[i], self).__plurax_member__()
+            chosen: Any = index
+        else:
+            chosen = member_index("Ensemble", index, size)
+        with within(Layout.home(self)):
+            rows = jax.tree.map(lambda x: x[chosen], self)
+        # A member on a mesh would refuse inputs on other devices. So it leaves the mesh, and JAX may move it.
+        return rows if isinstance(index, slice) else one_copy(rows).__plurax_member__()
 
     def __repr__(self) -> str:
         # In a sliced ensemble or a prefix, no axis 0 has the number of members as its length.

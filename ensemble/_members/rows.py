@@ -12,7 +12,7 @@ import numpy as np
 
 from ...transforms._core.arguments import describe
 from ...transforms._core.compat import Tracer
-from .sharding import Layout, constrain, move
+from .sharding import Layout, constrain, move, within
 
 
 def member_index(api: str, i: Any, size: int) -> int:
@@ -56,7 +56,9 @@ def select_rows(api: str, rows: Any, indices: Any, size: int) -> Any:
         if not indices.size:
             raise ValueError(f"{api}: the mask selects none of the {size} members; select at least one.")
     # `tolist` gives Python integers, which do not overflow.
-    return take(rows, np.array([member_index(api, i, size) for i in np.asarray(indices).tolist()]))
+    places = np.array([member_index(api, i, size) for i in np.asarray(indices).tolist()])
+    with within(Layout.home(rows)):
+        return take(rows, places)
 
 
 def by_row(values: jax.Array, x: jax.Array) -> jax.Array:

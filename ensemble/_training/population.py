@@ -16,7 +16,7 @@ from ...transforms._core.compat import Tracer
 from ...transforms._core.prng import check_key
 from .._members.ensemble import Ensemble, M
 from .._members.rows import by_row, select_rows, where_rows
-from .._members.sharding import Layout
+from .._members.sharding import Layout, one_copy, within
 from .._scoring.classification import nll
 from .._step.member_status import with_other_keys
 from .._step.state import TrainState, check_state
@@ -307,7 +307,11 @@ def soup(ensemble: Ensemble[M], weights: ArrayLike | Sequence[float] | None = No
         total = jnp.where(own > 0, x * own.astype(jnp.promote_types(x.dtype, jnp.float32)), 0).sum(axis=0)
         return total.astype(x.dtype)
 
-    return jax.tree.map(mean, ensemble).__plurax_member__()
+    home = Layout.home(ensemble)
+    with within(home):
+        shares = home.reach(shares) if home else shares
+        average = jax.tree.map(mean, ensemble)
+    return one_copy(average).__plurax_member__()
 
 
 def _check_real(api: str, name: str, x: Any) -> None:
