@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Supports
 import jax
 import numpy as np
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
+from jax.typing import ArrayLike
 
 from ...transforms._core.arguments import check_callable, check_choice, describe
 from ...transforms._core.axes import Axes, check_in_axes
@@ -18,7 +19,8 @@ from ...transforms._models.split_model import M, Structure, is_model, is_module,
 from .call import call_members
 from .create import create_members, stack_members
 from .functional_model import FunctionalModel, Rule
-from .prediction import Kind, Prediction, classify, regress
+from .ndims import Ndims
+from .prediction import Kind, Prediction, check_temperature, classify, regress
 from .rows import member_index, select_rows
 from .sharding import Layout, one_copy, within
 
@@ -28,25 +30,6 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 Model = TypeVar("Model")
-
-
-@dataclass(frozen=True, eq=False)
-class _Ndims:
-    """The number of axes of each array of an ensemble, with -1 for each leaf that is not an array.
-
-    An ensemble that holds ints or shardings instead of arrays is a prefix for `in_axes` or `in_shardings`. JAX compares
-    the static parts of a prefix and of an ensemble with `==`, so such a prefix must be equal to every ensemble.
-    """
-
-    of: tuple[int, ...]
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Ndims):
-            return NotImplemented
-        return self.of == other.of or not all(ndims and -1 not in ndims for ndims in (self.of, other.of))
-
-    def __hash__(self) -> int:
-        return 0  # equal objects need equal hashes, and a prefix is equal to every ensemble
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -78,7 +61,7 @@ class Ensemble(Generic[M]):
     trainable: Any
     rest: Any
     # Static, so that it survives flattening: if the arrays later differ in their number of axes, they were sliced.
-    _ndims: _Ndims = field(init=False)
+    _ndims: Ndims = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_ndims", self._current_ndims())
@@ -221,7 +204,15 @@ class Ensemble(Generic[M]):
                 arrays = [layout.place_shared(x) if layout else home.reach(x) for x in arrays]
             return call_members(self, arrays, static, HashablePytree.of(in_axes), layout)
 
-    def predict(self, x: Any, *, kind: Kind = "classification", in_axes: Axes = None, **kwargs: Any) -> Prediction:
+    def predict(
+        self,
+        x: Any,
+        *,
+        kind: Kind = "classification",
+        in_axes: Axes = None,
+        temperature: ArrayLike | None = None,
+        **kwargs: Any,
+    ) -> Prediction:
         """Predict with all members in evaluation mode; return the mean and measures of uncertainty.
 
         Evaluation mode sets `deterministic=True` and `use_running_average=True` in every NNX module that has such an
@@ -229,25 +220,30 @@ class Ensemble(Generic[M]):
 
         Args:
           x: inputs, shape (batch, ...).
-          kind: the meaning of the members' outputs. `"classification"`: logits (batch, classes); `"regression"`:
-            values (batch, ...), or a pair of means and variances.
+          kind: the meaning of the members' outputs. `"classification"`: logits (batch, ..., classes), such as one
+            class per pixel; `"binary"`: logits of any shape (batch, ...), each of a yes-or-no label of its own, whose
+            probability is the sigmoid; `"regression"`: values (batch, ...), or a pair of means and variances.
           in_axes: as in a call: None gives every member the same `x`; 0 gives member i slice i of it.
+          temperature: divides the logits: a positive number for all members, or one for each, (size,), as
+            `plurax.ensemble.calibration.fit_temperature` returns them.
           **kwargs: keyword arguments of the members, such as `train=False` for Linen.
 
         Returns:
           A `Prediction`; in float32 for half-precision outputs.
 
         Raises:
-          TypeError: as in a call; the logits are not floating point.
+          TypeError: as in a call; the logits are not floating point; `temperature` is not a real number.
           ValueError: as in a call; `kind` is unknown; the outputs do not have the shape that `kind` requires; the
-            logits have fewer than 2 classes; a variance is negative.
+            logits have fewer than 2 classes; a variance is negative; `temperature` has another shape, is not positive
+            and finite, or is given with `"regression"`.
 
         Source:
           Lakshminarayanan et al. 2017, "Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles".
         """
         check_choice("Ensemble.predict", "kind", kind, get_args(Kind))
+        check_temperature(temperature, kind, len(self))
         outputs = self._evaluating()(x, in_axes=in_axes, **kwargs)
-        return classify(outputs) if kind == "classification" else regress(outputs)
+        return regress(outputs) if kind == "regression" else classify(outputs, kind, temperature)
 
     def view(self, **attributes: Any) -> Ensemble[M]:
         """Return an ensemble with other values of static attributes of the members, as `nnx.view`.
@@ -327,11 +323,11 @@ class Ensemble(Generic[M]):
         count = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(self.trainable))
         return f"Ensemble of {len(self)} × {self.structure!r}, {count:,} parameter{'s' * (count != 1)} each"
 
-    def _current_ndims(self) -> _Ndims:
-        return _Ndims(tuple(getattr(x, "ndim", -1) for x in jax.tree.leaves((self.trainable, self.rest))))
+    def _current_ndims(self) -> Ndims:
+        return Ndims(tuple(getattr(x, "ndim", -1) for x in jax.tree.leaves((self.trainable, self.rest))))
 
     def _is_intact(self) -> bool:
-        # Plain tuples are compared, because the `_Ndims` of a prefix is equal to any other.
+        # Plain tuples are compared, because the `Ndims` of a prefix is equal to any other.
         return self._current_ndims().of == self._ndims.of
 
     def _check_intact(self) -> None:
@@ -365,7 +361,7 @@ class Ensemble(Generic[M]):
         # Inside a vmap the arrays of `self` and of `model` lack axis 0, so both have one axis fewer than the result
         # has outside. The difference is the same for all arrays.
         mapped = self._ndims.of[0] - self._current_ndims().of[0]
-        object.__setattr__(stacked, "_ndims", _Ndims(tuple(ndim + mapped for ndim in stacked._ndims.of)))
+        object.__setattr__(stacked, "_ndims", Ndims(tuple(ndim + mapped for ndim in stacked._ndims.of)))
         return stacked
 
     def __plurax_split__(self) -> tuple[Structure, Any, Any]:
@@ -377,7 +373,7 @@ def _flatten_with_keys(ens: Ensemble) -> tuple[Any, Any]:
     return ((GetAttrKey("trainable"), ens.trainable), (GetAttrKey("rest"), ens.rest)), (ens.structure, ens._ndims)
 
 
-def _unflatten(static: tuple[Structure, _Ndims], arrays: Iterable[Any]) -> Ensemble:
+def _unflatten(static: tuple[Structure, Ndims], arrays: Iterable[Any]) -> Ensemble:
     # The constructor would take the number of axes from the arrays, which may be sliced, or not be arrays at all.
     ens = object.__new__(Ensemble)
     trainable, rest = arrays

@@ -65,7 +65,11 @@ class FunctionalModel(Generic[P, R]):
             found, remedy = f"is {describe(count)}", 'pass {"rngs": {"dropout": key, "count": jnp.uint32(0)}}'
             raise ValueError(f'FunctionalModel.call_and_update: "count" in the collection "rngs" {found}; {remedy}.')
         mutable = [name for name in variables if name not in ("params", "rngs")]
-        options: Any = {**kwargs, "mutable": mutable, "rngs": {k: jax.random.fold_in(x, count) for k, x in rngs.items()}}
+        options: Any = {
+            **kwargs,
+            "mutable": mutable,
+            "rngs": {k: jax.random.fold_in(x, count) for k, x in rngs.items()},
+        }
         out, updates = self.apply(variables, *args, **options)  # type: ignore[misc]
         if rngs:
             updates = {**updates, "rngs": {**rngs, "count": count + 1}}

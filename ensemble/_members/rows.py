@@ -48,7 +48,9 @@ def select_rows(api: str, rows: Any, indices: Any, size: int) -> Any:
         raise IndexError(f"{api}: a mask needs one entry for each of the {size} members, but it has {len(indices)}.")
     if isinstance(indices, Tracer):
         if is_mask:
-            raise TypeError(f"{api}: a traced mask selects an unknown number of members; pass indices of a fixed count.")
+            raise TypeError(
+                f"{api}: a traced mask selects an unknown number of members; pass indices of a fixed count."
+            )
         # Traced indices are part of the user's own program, which decides on the placement of its results.
         return jax.tree.map(lambda x: x[indices], rows)
     if is_mask:

@@ -652,7 +652,9 @@ class Test_refusals:
         with pytest.raises(error, match="size must be"):
             Ensemble.create(plain, size, seed=0)
 
-    @pytest.mark.parametrize("seed", [1.5, None, "a", True, jnp.ones(2), jnp.arange(2), [0, True], [0, 1.5], [[0], [1]]])
+    @pytest.mark.parametrize(
+        "seed", [1.5, None, "a", True, jnp.ones(2), jnp.arange(2), [0, True], [0, 1.5], [[0], [1]]]
+    )
     def test_an_invalid_seed(self, plain, seed):
         message = "seed must be an int, a key such as .*, or a list of 2 ints or keys, but got"
         with pytest.raises(TypeError, match=message):

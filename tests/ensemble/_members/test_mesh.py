@@ -288,7 +288,9 @@ def members_that_leave_a_mesh() -> None:
         trained = Trainer(square, optax.sgd(0.1), mesh=mesh).init(whole).ensemble
         axis = "data" if "data" in mesh.axis_names else "ensemble"
         places: Any = (None, single, NamedSharding(mesh, P(axis)), NamedSharding(jax.make_mesh((8,), ("x",)), P("x")))
-        for spread, place in ((spread, place) for spread in (made.view(deterministic=True), trained) for place in places):
+        for spread, place in (
+            (spread, place) for spread in (made.view(deterministic=True), trained) for place in places
+        ):
             x = ROWS if place is None else jax.device_put(ROWS, place)
             eager = nnx.view(spread[1], use_running_average=True)
             assert_close(eager(x), nnx.view(whole[1], use_running_average=True)(ROWS), 1e-5)
