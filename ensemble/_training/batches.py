@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
+from mmap import mmap
 from typing import Any, Literal, get_args
 
 import jax
@@ -26,7 +27,8 @@ class Batches:
     every epoch. Only indices differ between members; there is one copy of the data.
 
     Args:
-      data: a pytree of arrays with the examples along axis 0, such as `(x, y)`.
+      data: a pytree of arrays with the examples along axis 0, such as `(x, y)`. Memory-mapped arrays (`np.memmap`) stay
+        on the disk, so their file must not change meanwhile; others are copied to the device.
       batch_size: the number of examples in a batch, for each member.
       key: a random key that determines all batches. The batches of a member do not depend on the number of members.
       members: None for batches that all members share, or the number of members. With a number, the arrays of a batch
@@ -49,7 +51,8 @@ class Batches:
         "subset", but `members` is None.
 
     Cost:
-      Each epoch sorts one random number for each example of each member. A compiled program gathers each batch.
+      Each epoch sorts one random number for each example of each member. A compiled program gathers each batch; from a
+      memory-mapped array the batch is read from the disk, and only the batch is in memory.
 
     Source:
       Breiman 1996, "Bagging Predictors".
@@ -92,7 +95,8 @@ class Batches:
                 f"Batches: batch_size is {batch_size}, but there are only {each} examples; make it smaller."
             )
         # NumPy arrays are copied, since the caller may change them; JAX arrays are immutable.
-        self._data = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.array(x), data)
+        self._data = jax.tree.map(lambda x: x if isinstance(x, jax.Array) or _is_mapped(x) else jnp.array(x), data)
+        self._any_mapped = any(map(_is_mapped, jax.tree.leaves(data)))
         self._batch_size, self._epochs, self._members, self._each = batch_size, epochs, members, each
         # Two keys, so that the selected examples of a member are independent of their order.
         to_draw, self._to_shuffle = jax.random.split(key)
@@ -126,6 +130,10 @@ class Batches:
 
     def _at(self, order: jax.Array, i: int) -> Any:
         """Return batch `i` of an epoch with this order."""
+        if self._any_mapped:
+            index = np.asarray(order)[..., i * self._batch_size : (i + 1) * self._batch_size]
+            # The dtypes are those of JAX, as for arrays that are copied.
+            return jax.tree.map(lambda x: jnp.asarray(x[index]), self._data)
         # The start is an array, so that all batches are one compiled program.
         return _gathered(self._data, order, np.int32(i * self._batch_size), self._batch_size)
 
@@ -194,6 +202,14 @@ def _gathered(data: Any, order: jax.Array, start: jax.Array, size: int) -> Any:
     """Gather `size` examples from position `start` of the order on, for each member if each has its own order."""
     index = jax.lax.dynamic_slice_in_dim(order, start, size, axis=-1)
     return jax.tree.map(lambda x: x[index], data)
+
+
+def _is_mapped(x: Any) -> bool:
+    """Return whether `x` is a memory-mapped array, or a view of one."""
+    # Not by the class: a selection of elements of an `np.memmap` is a copy in memory.
+    while isinstance(x, np.ndarray):
+        x = x.base
+    return isinstance(x, mmap)
 
 
 def _length(data: Any) -> int:

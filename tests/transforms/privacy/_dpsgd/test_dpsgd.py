@@ -364,7 +364,9 @@ def test_functions_of_variables_are_models_too() -> None:
 @pytest.mark.parametrize("nested", [lambda v: v, lambda v: {"net": v, "w": jnp.ones(2)}, lambda v: (v,), freeze])
 def test_linen_variables_with_statistics_are_refused(nested: Any) -> None:
     variables = {"params": PARAMS, "batch_stats": {"mean": jnp.zeros(3)}}
-    with pytest.raises(ValueError, match="the Linen variables have 'batch_stats' in addition .* pass variables.\"params"):
+    with pytest.raises(
+        ValueError, match="the Linen variables have 'batch_stats' in addition .* pass variables.\"params"
+    ):
         make().init(nested(variables), key=jax.random.key(0))
     member = Ensemble.from_apply(lambda v, x: x @ v["params"]["w"], [variables])[0]
     assert make().init(member, key=jax.random.key(0)).tree.trainable["batch_stats"]["mean"] is None
@@ -373,7 +375,9 @@ def test_linen_variables_with_statistics_are_refused(nested: Any) -> None:
 @pytest.mark.parametrize("name", ["rng", "rngs"])
 def test_keys_that_all_examples_share_give_a_warning(name: str) -> None:
     plain = {"w": jnp.ones(3), "key": jax.random.key(0)}
-    with pytest.warns(UserWarning, match=r"draw from the random key `params\['key'\]`, so they share dropout masks") as seen:
+    with pytest.warns(
+        UserWarning, match=r"draw from the random key `params\['key'\]`, so they share dropout masks"
+    ) as seen:
         make().init(plain, key=jax.random.key(0))
     assert seen[0].filename == __file__
     variables = {"params": PARAMS, name: {"dropout": jax.random.key(0)}}
