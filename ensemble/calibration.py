@@ -133,8 +133,8 @@ def conformal_sets(probabilities: ArrayLike, threshold: ArrayLike, *, score: Sco
       score: the score that was passed to `conformal_threshold`.
 
     Returns:
-      bool, shaped like `probabilities`. With "probability" a set may be empty. A set contains all classes if the threshold or
-      a probability is NaN, or a traced probability is outside 0 to 1 by more than 0.01.
+      bool, shaped like `probabilities`. With "probability" a set may be empty. A set contains all classes if the
+      threshold or a probability is NaN, or a traced probability is outside 0 to 1 by more than 0.01.
 
     Raises:
       TypeError: as for `plurax.ensemble.metrics.entropy`.

@@ -90,7 +90,7 @@ def _key(seed: Any, size: int) -> jax.Array:
         return jax.random.key(seed)
     # An array of integers in JAX may be a key of the old kind: two words of uint32, which are not two seeds.
     if isinstance(seed, (list, tuple, range)) or (isinstance(seed, np.ndarray) and seed.ndim == 1):
-        each = [jax.random.key(x) if is_int(x) else x for x in seed]
+        each: list[Any] = [jax.random.key(x) if is_int(x) else x for x in seed]
         if all(is_key(x) and x.ndim == 0 for x in each) and len({x.dtype for x in each}) < 2:
             _check_length(len(each), size)
             return jnp.stack(each)

@@ -198,10 +198,11 @@ class Ensemble(Generic[M]):
         check_in_axes("Ensemble", in_axes)
         self._check_intact()
         arrays, static = HashablePytree.separate((args, kwargs))
-        layout, home = Layout.around(self), Layout.home(self)
-        with within(layout or home):
-            if layout or home:
-                arrays = [layout.place_shared(x) if layout else home.reach(x) for x in arrays]
+        layout = Layout.around(self)
+        home = layout or Layout.home(self)
+        with within(home):
+            if home:
+                arrays = list(map(layout.place_shared if layout else home.reach, arrays))
             return call_members(self, arrays, static, HashablePytree.of(in_axes), layout)
 
     def predict(

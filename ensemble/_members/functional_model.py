@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ class FunctionalModel(Generic[P, R]):
           The output of the module.
 
         Raises:
-          TypeError: `variables` is not a mapping with a collection "params".
+          TypeError: `variables` is not a mapping with a collection "params"; `mutable` or `rngs` is passed.
           ValueError: there are keys, but "count" is missing or not an integer array.
         """
         variables = self.variables
@@ -65,12 +65,9 @@ class FunctionalModel(Generic[P, R]):
             found, remedy = f"is {describe(count)}", 'pass {"rngs": {"dropout": key, "count": jnp.uint32(0)}}'
             raise ValueError(f'FunctionalModel.call_and_update: "count" in the collection "rngs" {found}; {remedy}.')
         mutable = [name for name in variables if name not in ("params", "rngs")]
-        options: Any = {
-            **kwargs,
-            "mutable": mutable,
-            "rngs": {k: jax.random.fold_in(x, count) for k, x in rngs.items()},
-        }
-        out, updates = self.apply(variables, *args, **options)  # type: ignore[misc]
+        drawn = {name: jax.random.fold_in(key, count) for name, key in rngs.items()}
+        apply: Callable[..., tuple[Any, Any]] = cast(Any, self.apply)
+        out, updates = apply(variables, *args, mutable=mutable, rngs=drawn, **kwargs)
         if rngs:
             updates = {**updates, "rngs": {**rngs, "count": count + 1}}
         # `type` keeps a FrozenDict one.

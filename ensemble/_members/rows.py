@@ -34,7 +34,7 @@ def select_rows(api: str, rows: Any, indices: Any, size: int) -> Any:
       size: the number of members.
     """
     # NumPy would convert the booleans of a mixed list to the indices 0 and 1.
-    if isinstance(indices, (list, tuple)) and len({getattr(i, "dtype", type(i)) == bool for i in indices}) > 1:
+    if isinstance(indices, (list, tuple)) and 0 < sum(map(_is_bool, indices)) < len(indices):
         raise TypeError(f"{api}: indices must be all integers or all booleans, but got {describe(indices)}.")
     indices = indices if isinstance(indices, jax.Array) else np.asarray(indices)
     if not indices.size:
@@ -61,6 +61,10 @@ def select_rows(api: str, rows: Any, indices: Any, size: int) -> Any:
     places = np.array([member_index(api, i, size) for i in np.asarray(indices).tolist()])
     with within(Layout.home(rows)):
         return take(rows, places)
+
+
+def _is_bool(x: Any) -> bool:
+    return isinstance(x, bool) or getattr(x, "dtype", None) == "bool"
 
 
 def by_row(values: jax.Array, x: jax.Array) -> jax.Array:

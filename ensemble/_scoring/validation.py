@@ -79,7 +79,7 @@ _REMEDIES = {
 
 
 def check_scored(
-    name: str, probabilities: ArrayLike, labels: ArrayLike, *, bounded: bool = True, what: str = "probabilities"
+    name: str, probabilities: Any, labels: Any, *, bounded: bool = True, what: str = "probabilities"
 ) -> tuple[Any, Any]:
     """Return probabilities (..., examples, classes) and labels (examples,) as arrays; raise if they are invalid.
 

@@ -113,8 +113,15 @@ def test_indexing(ens, assert_same):
 @pytest.mark.parametrize("kind", [list, np.array, jnp.array])
 @pytest.mark.parametrize(
     ("index", "chosen"),
-    [([0, 2], [0, 2]), ([-1, 1, -3], [2, 1, 0]), ([1, 1], [1, 1]), ([2], [2])]
-    + [([True, False, True], [0, 2]), ([False, True, False], [1]), ([True] * 3, [0, 1, 2])],
+    [
+        ([0, 2], [0, 2]),
+        ([-1, 1, -3], [2, 1, 0]),
+        ([1, 1], [1, 1]),
+        ([2], [2]),
+        ([True, False, True], [0, 2]),
+        ([False, True, False], [1]),
+        ([True] * 3, [0, 1, 2]),
+    ],
 )
 def test_indexing_with_several_indices_or_a_mask(ens, assert_same, kind, index, chosen):
     part = ens[kind(index)]

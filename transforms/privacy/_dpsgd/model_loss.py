@@ -20,7 +20,16 @@ from ..._core.prng import is_key
 from ..._grad import scalar_seed
 from ..._models.equinox import released
 from ..._models.mutation import call_with_models, changes, with_changes
-from ..._models.split_model import SplitModel, array_name, is_members, is_module, is_split, split, splits_of, with_splits
+from ..._models.split_model import (
+    SplitModel,
+    array_name,
+    is_members,
+    is_module,
+    is_split,
+    split,
+    splits_of,
+    with_splits,
+)
 
 
 def of_example(loss: Callable[..., Any], tree: Any, key: jax.Array, has_aux: bool) -> Callable[..., Any]:

@@ -96,7 +96,9 @@ def check_trainable(tree: Any, trainable: Any, models: Iterable[Any]) -> None:
         raise ValueError("DPSGD.init: there are no parameters to train; pass a model or a pytree of arrays.")
     for found in filter(_has_statistics, jax.tree.leaves(trainable, is_leaf=_has_statistics)):
         others = ", ".join(repr(name) for name in found if name != "params")
-        what = f"the Linen variables have {others} in addition to 'params', which would train, with noise, as parameters"
+        what = (
+            f"the Linen variables have {others} in addition to 'params', which would train, with noise, as parameters"
+        )
         remedy = 'pass variables["params"] alone, and let the loss close over the rest'
         raise ValueError(f"DPSGD.init: {what}; {remedy}, or pass a member of Ensemble.from_apply(apply, variables).")
     # If nothing trains, report the first leaf. Complex parameters raise too: the noise would have half of its variance
