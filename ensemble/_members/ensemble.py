@@ -153,7 +153,8 @@ class Ensemble(Generic[M]):
 
         Returns:
           An ensemble. Its members, and the models that a loss receives, are callables with an attribute `variables`.
-          A loss updates other state (`batch_stats`) by assigning to `model.variables`.
+          In a loss `model.call_and_update(x)` keeps new `batch_stats` and counts keys, for Linen variables; a loss
+          updates other state by assigning to `model.variables`.
 
         Raises:
           TypeError: `apply` is not callable, or `variables` is not a list or tuple.
