@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
+from mmap import mmap
 from typing import Any, Literal, get_args
 
 import jax
@@ -29,7 +30,8 @@ class Batches:
     every epoch. Only indices differ between members; there is one copy of the data.
 
     Args:
-      data: a pytree of arrays with the examples along axis 0, such as `(x, y)`.
+      data: a pytree of arrays with the examples along axis 0, such as `(x, y)`. Memory-mapped arrays (`np.memmap`) stay
+        on the disk, so their file must not change meanwhile; others are copied to the device.
       batch_size: the number of examples in a batch, for each member.
       key: a random key that determines all batches. The batches of a member do not depend on the number of members.
       members: None for batches that all members share, or the number of members. With a number, the arrays of a batch
@@ -52,7 +54,8 @@ class Batches:
         "subset", but `members` is None.
 
     Cost:
-      Each epoch sorts one random number for each example of each member. A compiled program gathers each batch.
+      Each epoch sorts one random number for each example of each member. A compiled program gathers each batch; from a
+      memory-mapped array the batch is read from the disk, and only the batch is in memory.
 
     Source:
       Breiman 1996, "Bagging Predictors".
@@ -95,7 +98,8 @@ class Batches:
                 f"Batches: batch_size is {batch_size}, but there are only {each} examples; make it smaller."
             )
         # NumPy arrays are copied, since the caller may change them; JAX arrays are immutable.
-        self._data = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.array(x), data)
+        self._data = jax.tree.map(lambda x: x if isinstance(x, jax.Array) or _is_mapped(x) else jnp.array(x), data)
+        self._any_mapped = any(map(_is_mapped, jax.tree.leaves(data)))
         self._batch_size, self._epochs, self._members, self._each = batch_size, epochs, members, each
         # Small batches are gathered together, since a dispatch takes longer than gathering one of them.
         size = batch_size * (members or 1) * sum(x.nbytes // max(1, count) for x in jax.tree.leaves(self._data))
@@ -132,6 +136,10 @@ class Batches:
 
     def _from(self, order: jax.Array, i: int) -> list[Any]:
         """Return batch `i` of an epoch with this order, and some that follow."""
+        if self._any_mapped:
+            index = np.asarray(order)[..., i * self._batch_size : (i + 1) * self._batch_size]
+            # The dtypes are those of JAX, as for arrays that are copied.
+            return [jax.tree.map(lambda x: jnp.asarray(x[index]), self._data)]
         # The last ones start earlier, and the start is an array, so that all are one compiled program.
         first = min(i, self.per_epoch - self._together)
         start = np.int32(first * self._batch_size)
@@ -212,6 +220,14 @@ def _gathered(data: Any, order: jax.Array, start: jax.Array, size: int, count: i
     batches, axis = jax.tree.map(lambda x: x[index], data), order.ndim - 1
     slices = [partial(jax.lax.slice_in_dim, start_index=i * size, limit_index=(i + 1) * size) for i in range(count)]
     return [jax.tree.map(partial(take, axis=axis), batches) for take in slices]
+
+
+def _is_mapped(x: Any) -> bool:
+    """Return whether `x` is a memory-mapped array, or a view of one."""
+    # Not by the class: a selection of elements of an `np.memmap` is a copy in memory.
+    while isinstance(x, np.ndarray):
+        x = x.base
+    return isinstance(x, mmap)
 
 
 def _length(data: Any) -> int:

@@ -24,7 +24,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from plurax.ensemble import EarlyStopping, Ensemble, Restarts, Trainer, load, save
+from plurax.ensemble import EarlyStopping, Ensemble, Restarts, Trainer, load, save, soup
 from plurax.ensemble._execution.data_parallel import differs
 from plurax.ensemble._execution.executor import StepInputs
 from plurax.transforms import vmap
@@ -292,6 +292,40 @@ def calls() -> None:
         assert_close(ensemble(divided, in_axes=0), whole(inputs, in_axes=1))
 
 
+def members_that_leave_a_mesh() -> None:
+    """A member, a part and the average meet inputs on other devices and on other meshes, also within `set_mesh`."""
+    single, whole = jax.devices()[2], Ensemble.create(DROPPING, 4, seed=0).view(deterministic=True)
+    for mesh in (mesh_of(2, 4), mesh_of(1, 8), mesh_of(4)):
+        made = Ensemble.create(DROPPING, 4, seed=0, mesh=mesh)
+        trained = Trainer(square, optax.sgd(0.1), mesh=mesh).init(whole).ensemble
+        axis = "data" if "data" in mesh.axis_names else "ensemble"
+        places: Any = (None, single, NamedSharding(mesh, P(axis)), NamedSharding(jax.make_mesh((8,), ("x",)), P("x")))
+        for spread, place in (
+            (spread, place) for spread in (made.view(deterministic=True), trained) for place in places
+        ):
+            x = ROWS if place is None else jax.device_put(ROWS, place)
+            eager = nnx.view(spread[1], use_running_average=True)
+            assert_close(eager(x), nnx.view(whole[1], use_running_average=True)(ROWS), 1e-5)
+            for part in (slice(3), [2, 0, 1], [True, False, True, False]):
+                assert_close(spread[part].predict(x, kind="regression"), whole[part].predict(ROWS, kind="regression"))
+            assert_close(
+                nnx.view(soup(spread), use_running_average=True)(x),
+                nnx.view(soup(whole), use_running_average=True)(ROWS),
+                1e-5,
+            )
+        assert_close(made[3], Ensemble.create(DROPPING, 4, seed=0)[3])
+        with jax.set_mesh(mesh):
+            leaves = jax.tree.leaves((made[1], made[:3], made[[0, 1]], made.unstack()[2], soup(made)))
+            result = nnx.view(trained[1], use_running_average=True)(ROWS)
+        assert leaves
+        assert_close(result, nnx.view(whole[1], use_running_average=True)(ROWS), 1e-5)
+    with jax.enable_x64(True):
+        wide = Ensemble.from_apply(lambda w, x: w * x, [jnp.full(3, 1 / 3)] * 4)
+        wide = Trainer(lambda m, x: m(x).sum(), optax.sgd(0.1), mesh=mesh_of(4)).init(wide).ensemble
+    assert wide[2].variables.dtype == np.float64
+    assert float(wide[2].variables[0]) == 1 / 3
+
+
 def a_data_axis_of_one() -> None:
     for seconds in (0, 0.1):
         state = train(SPREAD, square, (ROWS, TARGETS), mesh_of(4, 1), strategy="auto", tune_seconds=seconds)[1]
@@ -464,6 +498,7 @@ WAYS = (
     padded,
     several_steps_in_a_call,
     calls,
+    members_that_leave_a_mesh,
     a_data_axis_of_one,
     refusals,
     other_meshes,

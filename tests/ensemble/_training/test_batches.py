@@ -1,5 +1,9 @@
 """Batches drawn by a key from one copy of the data."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +31,72 @@ def test_shared_epochs_show_each_example_once():
     np.testing.assert_array_equal(found[3]["x"][:, 0], 2 * found[3]["y"])
     for one, again in zip(found, batches, strict=True):  # from the start
         np.testing.assert_array_equal(one["y"], again["y"])
+
+
+def mapped(path, x):
+    np.save(path, x)
+    return np.load(path, mmap_mode="r")
+
+
+@pytest.mark.parametrize("options", [{}, {"members": 3}, {"members": 2, "draw": "bootstrap"}], ids=str)
+def test_memory_mapped_arrays_give_the_same_batches(tmp_path, assert_same, options):
+    wide = np.arange(23.0 * 6).reshape(23, 2, 3)  # float64, which becomes float32
+    data = {**DATA, "wide": wide, "view": wide[::-1, 1], "labels": DATA["y"].astype(np.int8)}
+    on_disk = mapped(tmp_path / "wide.npy", wide)
+    kept = {
+        **DATA,
+        "wide": on_disk,
+        "view": np.asarray(on_disk)[::-1, 1],
+        "labels": mapped(tmp_path / "l.npy", data["labels"]),
+    }
+    batches = Batches(kept, 5, key=KEY, epochs=2, **options)
+    expected = list(Batches(data, 5, key=KEY, epochs=2, **options))
+    for mine, theirs in zip(batches, expected, strict=True):
+        assert_same(mine, theirs)
+        assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(mine))
+    resumed = iter(batches)
+    resumed.skip(3)
+    assert_same(next(resumed), expected[3])
+    assert_same(next(iter(Batches(on_disk, 5, key=KEY, **options))), next(iter(Batches(wide, 5, key=KEY, **options))))
+
+
+def test_a_selection_of_a_memory_mapped_array_is_copied(tmp_path):
+    x = mapped(tmp_path / "x.npy", DATA["x"])[np.arange(23)]
+    batches = Batches(x, 23, key=KEY, epochs=1)
+    x[:] = -1
+    assert float(next(iter(batches)).min()) == 0
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="Linux counts the memory of a process")
+def test_memory_mapped_arrays_stay_on_the_disk(tmp_path):
+    script = """
+import sys, jax, numpy as np
+from plurax.ensemble import Batches
+
+def megabytes():  # without the pages of files
+    return int(next(line for line in open("/proc/self/status") if line.startswith("RssAnon")).split()[1]) / 1000
+
+def of(data):
+    return iter(Batches(data, 100, key=jax.random.key(0), members=2))
+
+data = np.load(sys.argv[1], mmap_mode="r")
+if sys.argv[2] == "copied":
+    data = np.array(data)
+next(of(data[:1000]))  # compiles
+before, batches = megabytes(), of(data)
+for _ in range(20):
+    next(batches)
+print(megabytes() - before)
+"""
+    path = tmp_path / "data.npy"
+    np.save(path, np.ones((20000, 1000), np.float32))
+    used = {}
+    for kind in ("mapped", "copied"):
+        command = [sys.executable, "-c", script, path, kind]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        used[kind] = float(done.stdout)
+    assert used["copied"] > 70, "the measurement should notice a copy of the 80 MB"
+    assert used["mapped"] < 30
 
 
 def test_a_half_precision_fraction_uses_the_exact_count():

@@ -153,7 +153,7 @@ class DPSGD:
 
         Raises:
           TypeError: `key` is not a key; parameters that are not real floating point; an optimizer that needs the loss.
-          ValueError: there are no parameters; modules that share a variable.
+          ValueError: no parameters; modules that share a variable; variables of Linen with "batch_stats".
         """
         check_key("DPSGD.init", key)
         members = len(model_or_params) if is_members(model_or_params) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from dataclasses import replace
@@ -15,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
+from flax.core import freeze
 
 from plurax.ensemble import Ensemble
 from plurax.transforms.privacy import DPSGD, Batch, clipped_grad
@@ -357,6 +359,57 @@ def test_functions_of_variables_are_models_too() -> None:
     trained = run(dp, ensemble).model
     alone = run(dp, ensemble[1], steps=0)
     assert trained[1].variables["params"]["w"].shape == alone.model.variables["params"]["w"].shape
+
+
+@pytest.mark.parametrize("nested", [lambda v: v, lambda v: {"net": v, "w": jnp.ones(2)}, lambda v: (v,), freeze])
+def test_linen_variables_with_statistics_are_refused(nested: Any) -> None:
+    variables = {"params": PARAMS, "batch_stats": {"mean": jnp.zeros(3)}}
+    with pytest.raises(
+        ValueError, match="the Linen variables have 'batch_stats' in addition .* pass variables.\"params"
+    ):
+        make().init(nested(variables), key=jax.random.key(0))
+    member = Ensemble.from_apply(lambda v, x: x @ v["params"]["w"], [variables])[0]
+    assert make().init(member, key=jax.random.key(0)).tree.trainable["batch_stats"]["mean"] is None
+
+
+@pytest.mark.parametrize("name", ["rng", "rngs"])
+def test_keys_that_all_examples_share_give_a_warning(name: str) -> None:
+    plain = {"w": jnp.ones(3), "key": jax.random.key(0)}
+    with pytest.warns(
+        UserWarning, match=r"draw from the random key `params\['key'\]`, so they share dropout masks"
+    ) as seen:
+        make().init(plain, key=jax.random.key(0))
+    assert seen[0].filename == __file__
+    variables = {"params": PARAMS, name: {"dropout": jax.random.key(0)}}
+    for model in ((ensemble := Ensemble.from_apply(lambda v, x: x, [variables] * 2)), ensemble[0]):
+        with pytest.warns(UserWarning, match="`rng.dropout`") if name == "rng" else contextlib.nullcontext():
+            make().init(model, key=jax.random.key(0))
+
+
+def test_linen_draws_a_mask_for_each_example_in_each_step() -> None:
+    net = linen.Dropout(0.5, deterministic=False)
+
+    def sees(model: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        kept = model.call_and_update(jnp.ones(20)) > 0
+        return (model.variables["params"]["w"] * x).mean(), (kept * 2.0 ** jnp.arange(20)).sum()
+
+    rngs = {"dropout": jax.random.key(0), "count": jnp.uint32(0)}
+    ensemble = Ensemble.from_apply(net.apply, [{"params": {"w": jnp.ones(())}, "rngs": rngs}] * 2)
+    for model in (ensemble[0], ensemble):
+        dp = make(sees, has_aux=True)
+        state, masks = dp.init(model, key=jax.random.key(1)), []
+        for _ in range(2):
+            batch = Batch((np.ones((3, 1), np.float32),), np.zeros(3, bool))
+            for example in range(3):
+                chosen = replace(batch, is_padding_example=np.arange(3) != example)
+                masks.append(np.asarray(dp.step(state, chosen)[1]["aux"]).ravel())
+            state, _ = dp.step(state, batch)
+        drawn = np.concatenate(masks)
+        # Two of twelve masks of 20 fair bits are equal with a probability below 12 * 11 / 2 / 2**20 = 6e-5.
+        assert len(set(drawn.tolist())) == len(drawn)
+        trained = state.model if model is not ensemble else state.model[1]
+        assert int(trained.variables["rngs"]["count"]) == 2
+        assert jax.random.key_data(trained.variables["rngs"]["dropout"]).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
