@@ -15,6 +15,7 @@ import numpy as np
 from ...transforms._core.arguments import check_callable, check_choice, check_count, check_number, describe
 from ...transforms._core.axes import Axes, check_in_axes
 from ...transforms._core.memory import check_budget
+from ...transforms._runs.data import as_arrays
 from ...transforms._runs.history import History, Recorder
 from ...transforms._runs.loop import check_options, iterate, run, skip, total_steps
 from ...transforms._runs.processes import Group
@@ -30,6 +31,7 @@ from .._step.member_status import MemberStatus
 from .._step.member_step import MemberStep
 from .._step.optimizer import MemberOptimizer, check_size
 from .._step.state import TrainState, check_state
+from .batches import check_source
 from .early_stopping import EarlyStopping, Restarts, Watch
 from .fit import Callback, Run, check_watched, columns, loss_range, resumed
 
@@ -126,7 +128,7 @@ class Trainer:
         check_callable("Trainer", loss, "loss")
         if grad_fn is not None:
             check_callable("Trainer", grad_fn, "grad_fn")
-        check_in_axes("Trainer", in_axes)
+        self._in_axes = check_in_axes("Trainer", in_axes)
         check_choice("Trainer", "strategy", strategy, get_args(Strategy))
         check_count("Trainer", "chunk_size", chunk_size, optional=True)
         budget = check_budget("Trainer", memory_budget, chunk_size)
@@ -208,9 +210,9 @@ class Trainer:
             into the budget; the mesh has an axis "data", and the batch does not split evenly over it, the loss is not a
             mean over the examples, or the optimizer evaluates the loss again (`optax.lbfgs`).
         """
-        check_state("Trainer.step", state)
+        self._check_state("Trainer.step", state)
         # "stopped" is for `fit`; users read `state.standing`.
-        after, metrics, _ = self._stepper.advance(state, batch)
+        after, metrics, _ = self._stepper.advance(state, as_arrays("Trainer.step", "batch", batch))
         return stacked(after), {name: x for name, x in metrics.items() if name != "stopped"}
 
     def fit(
@@ -270,9 +272,10 @@ class Trainer:
         Cost:
           The state is copied once; after that, each step reuses the memory of the previous state.
         """
-        check_state("Trainer.fit", state)
+        self._check_state("Trainer.fit", state)
         check_options("Trainer.fit", steps, checkpoint_dir, checkpoint_every, checkpoint_keep, history_every)
         check_watched(self._stepper, early_stopping, restarts, callbacks)
+        check_source(batches, self._in_axes, state._size, steps is not None or early_stopping is not None)
         source = iterate("Trainer.fit", batches)
         start = int(state.step)
         target = None if steps is None else start + steps
@@ -310,6 +313,12 @@ class Trainer:
         )
         last = steps_of_run.finish(state, ended, target, interrupted)
         return last, recorder.rows(columns(self._stepper, begin))
+
+    def _check_state(self, api: str, state: Any) -> None:
+        """Raise if `state` is not a training state, or its optimizer state is from another optimizer."""
+        check_state(api, state)
+        trainable, _, opt_state, _ = state._member()
+        self._optimizer.check_state(api, opt_state, trainable)
 
     def explain(self) -> Tuning | None:
         """Print the latest measurements of "auto", and its choice.

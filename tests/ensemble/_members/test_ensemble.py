@@ -600,7 +600,7 @@ class Test_refusals:
     def test_make_without_a_model(self):
         with pytest.raises(TypeError, match="make must be a function"):
             Ensemble.create(3, 2, seed=0)
-        with pytest.raises(TypeError, match="make must return a model"):
+        with pytest.raises(TypeError, match="make must return an NNX module, but .*; for models of Linen"):
             Ensemble.create(lambda rngs: rngs.params(), 2, seed=0)
 
     def test_an_index_out_of_range_or_of_another_kind(self, ens):

@@ -27,6 +27,7 @@ from ..._runs.run_directory import RunDirectory
 from .._per_example.methods import Method, check_method
 from . import settings
 from .accounting import Accountant, Ledger
+from .fit import last_step, report_end
 from .sampling import Batch, SampledBatches, check_batch
 from .state import DPState, check_state, check_trainable, published, read_state, resumed, save_run, write_state
 from .step import SAMPLING, PrivateStep
@@ -120,7 +121,7 @@ class DPSGD:
     ) -> None:
         settings.check_extra()
         check_callable("DPSGD", loss, "loss")
-        settings.check_optimizer(optimizer)
+        optimizer = settings.checked_optimizer(optimizer)
         check_method("DPSGD", method)
         check_count("DPSGD", "microbatch_size", microbatch_size, optional=True)
         check_count("DPSGD", "num_examples", num_examples)
@@ -225,7 +226,7 @@ class DPSGD:
         Cost:
           Checking the step number of a batch waits for the previous step to finish.
         """
-        check_state("DPSGD.step", state, self.ledger)
+        self._step.check_state("DPSGD.step", state)
         check_batch("DPSGD.step", batch, (self.ledger.sampling_probability, self.ledger.bands))
         # The accountant assumes that each batch is used exactly once. A tracer has no concrete step number to check.
         known = batch.step is not None and not isinstance(batch.step, Tracer) and not isinstance(state.step, Tracer)
@@ -278,21 +279,14 @@ class DPSGD:
             exceeds; a checkpoint made with other settings or another model, or later than the last requested step.
           OSError: `checkpoint_dir` cannot be created.
         """
-        from tqdm import tqdm
-
         check_options("DPSGD.fit", steps, checkpoint_dir, checkpoint_every, checkpoint_keep, history_every)
-        check_state("DPSGD.fit", state, self.ledger)
+        self._step.check_state("DPSGD.fit", state)
         start, models = int(state.step), published(state, together)
-        wanted = max(start, self.num_steps) if steps is None else start + steps
-        if steps is not None and wanted > self.num_steps:
-            raise ValueError(f"DPSGD.fit: step {wanted} is beyond num_steps={self.num_steps}; pass fewer steps.")
-        target = wanted
-        if epsilon_budget is not None:
-            # The number of steps that a budget allows depends on public settings alone, so compute it in advance.
-            budget = check_number("DPSGD.fit", "epsilon_budget", epsilon_budget, lambda x: x > 0, "positive")
-            target = self.ledger.steps_within(budget, self.target_delta, self.accountant, models, wanted)
-        if target < start:
-            raise ValueError(f"DPSGD.fit: {start} steps already spent more than {epsilon_budget=}; pass a larger one.")
+
+        def within(budget: float, most: int) -> int:
+            return self.ledger.steps_within(budget, self.target_delta, self.accountant, models, most)
+
+        wanted, target = last_step(start, steps, self.num_steps, epsilon_budget, within)
         store = history = None
         if checkpoint_dir is not None:
             store = RunDirectory.open("DPSGD.fit", checkpoint_dir, checkpoint_keep, Group.of(state))
@@ -321,8 +315,8 @@ class DPSGD:
             done=begin - start,
             total=target - start,
         )
-        if progress and not interrupted and target < wanted:
-            tqdm.write(f"Stopped after step {step}: one more would exceed ε = {epsilon_budget}.")
+        if not interrupted:
+            report_end(start, step, wanted, target, steps, epsilon_budget, progress)
         rows = recorder.rows()
         return after, [{name: x for name, x in row.items() if name != "member"} for row in rows] if alone else rows
 

@@ -710,7 +710,6 @@ def test_correlated_noise_replaces_independent_noise(bands: int) -> None:
         ),
         ({"accountant": "gdp"}, ValueError, "accountant must be one of 'pld', 'rdp', but got 'gdp'."),
         ({"microbatch_size": 0}, ValueError, "microbatch_size must be"),
-        ({"optimizer": optax.MultiSteps(optax.sgd(0.1), 2)}, TypeError, "optimizer must be an optax GradientTransf"),
         (
             {"noise_multiplier": None, "target_epsilon": 1.0, "target_delta": 1e-18, "accountant": "pld"},
             ValueError,
