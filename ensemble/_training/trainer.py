@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -150,6 +151,7 @@ class Trainer:
         self._step = MemberStep(member_loss, grad_fn, self._optimizer, nonfinite == "freeze")
         cache = None if tune_cache is None else Path(tune_cache).resolve()
         asked = Execution(strategy, None if chunk_size is None else int(chunk_size))  # checkpoints hold it as JSON
+        self._latest: Callable[[], Any] = lambda: None  # a weak reference to the state that `step` returned last
         self._stepper = Stepper(self._step, self._layout, in_axes, asked, budget, tune_seconds, cache)
 
     def init(self, ensemble: Ensemble[M]) -> TrainState[M]:
@@ -212,8 +214,10 @@ class Trainer:
         """
         self._check_state("Trainer.step", state)
         # "stopped" is for `fit`; users read `state.standing`.
-        after, metrics, _ = self._stepper.advance(state, as_arrays("Trainer.step", "batch", batch))
-        return stacked(after), {name: x for name, x in metrics.items() if name != "stopped"}
+        new, metrics, _ = self._stepper.advance(state, as_arrays("Trainer.step", "batch", batch))
+        after = stacked(new)
+        self._latest = weakref.ref(after)
+        return after, {name: x for name, x in metrics.items() if name != "stopped"}
 
     def fit(
         self,
@@ -317,8 +321,10 @@ class Trainer:
     def _check_state(self, api: str, state: Any) -> None:
         """Raise if `state` is not a training state, or its optimizer state is from another optimizer."""
         check_state(api, state)
-        trainable, _, opt_state, _ = state._member()
-        self._optimizer.check_state(api, opt_state, trainable)
+        # Comparing hundreds of arrays takes a millisecond, so a state from the previous step is not compared.
+        if self._latest() is not state:
+            trainable, _, opt_state, _ = state._member()
+            self._optimizer.check_state(api, opt_state, trainable)
 
     def explain(self) -> Tuning | None:
         """Print the latest measurements of "auto", and its choice.

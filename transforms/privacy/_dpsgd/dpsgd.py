@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -136,6 +137,7 @@ class DPSGD:
         self.noise_multiplier, self.target_delta = sigma, delta
         self.accountant, self.num_examples, self.num_steps = accountant, int(num_examples), int(num_steps)
         self._step = PrivateStep(loss, optimizer, self.ledger, method, keep_batch_dim, microbatch_size, has_aux)
+        self._latest: Callable[[], Any] = lambda: None  # a weak reference to the state that `step` returned last
         self._compiled_step = jax.jit(self._step)
         self._donated_step = jax.jit(self._step, donate_argnums=0)  # reuses the memory of the state
 
@@ -226,14 +228,17 @@ class DPSGD:
         Cost:
           Checking the step number of a batch waits for the previous step to finish.
         """
-        self._step.check_state("DPSGD.step", state)
+        if self._latest() is not state:  # a state from the previous step fits
+            self._step.check_state("DPSGD.step", state)
         check_batch("DPSGD.step", batch, (self.ledger.sampling_probability, self.ledger.bands))
         # The accountant assumes that each batch is used exactly once. A tracer has no concrete step number to check.
         known = batch.step is not None and not isinstance(batch.step, Tracer) and not isinstance(state.step, Tracer)
         if known and int(batch.step) != int(state.step):
             steps = f"for a state after {int(batch.step)} steps, but this state has taken {int(state.step)}"
             raise ValueError(f"DPSGD.step: the batch was drawn {steps}; use each batch of dp.batches once, in order.")
-        return self._compiled_step(state, batch)
+        after, metrics = self._compiled_step(state, batch)
+        self._latest = weakref.ref(after)
+        return after, metrics
 
     def fit(
         self,
