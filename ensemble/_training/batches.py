@@ -32,12 +32,12 @@ class Batches:
       batch_size: the number of examples in a batch, for each member.
       key: a random key that determines all batches. The batches of a member do not depend on the number of members.
       members: None for batches that all members share, or the number of members. With a number, the arrays of a batch
-        have shape (members, batch_size, ...), for a `Trainer` with `in_axes=0`.
+        have shape (members, batch_size, ...), for a `Trainer` with `in_axes=0`; `Trainer.fit` refuses any other.
       draw: the examples of each member: "all"; "bootstrap": drawn with replacement, as in bagging; "subset": drawn
         without replacement.
       fraction: for "bootstrap" and "subset", the number of examples of a member as a fraction of all; above 0, and at
         most 1 for "subset".
-      epochs: the number of epochs; None repeats forever.
+      epochs: the number of epochs; None repeats forever, so `Trainer.fit` needs `steps`.
 
     Attributes:
       indices: the examples of each member, int32 (members, count); None with `draw="all"`. The other examples can

@@ -48,7 +48,9 @@ class Trainer:
     Args:
       loss: `loss(model, *batch)` returns a scalar, or a scalar and a dict of arrays to report. `model` is one member,
         an ordinary module. Changes to its state (BatchNorm statistics, dropout keys) are kept.
-      optimizer: an optax factory, such as `optax.adam`, or a ready `GradientTransformation` that all members share.
+      optimizer: an optax factory, such as `optax.adam`, or a ready `GradientTransformation` or `optax.MultiSteps` that
+        all members share. `optax.contrib.sam` works in both modes. With `optax.lookahead` the members hold the fast
+        parameters, and `state.opt_state.slow` the slow ones, in the structure of `ensemble.trainable`.
       hyperparams: arguments of the factory and keyword-only arguments of the loss, by name. A list or 1-D array gives
         one value per member; any other value is shared. For the factory, a list may contain schedules (functions of the
         step). `init` copies the values per member into the state (`state.opt_state.hyperparams`,
@@ -198,15 +200,18 @@ class Trainer:
         Args:
           state: from `init` or an earlier step; it stays usable.
           batch: the arguments of the loss after the model. A tuple or list is unpacked; anything else is one argument.
+            Arrays of other libraries, such as tensors of PyTorch on the CPU, are converted by NumPy.
 
         Returns:
           The new state and the metrics: "loss" of shape (size,), and the values that the loss reports, with the members
           along axis 0. Members that have stopped are still evaluated, but keep their state.
 
         Raises:
-          TypeError: `state` is not a `TrainState`; the loss returns something other than a scalar, or a scalar and a
+          TypeError: `state` is not a `TrainState`; the batch holds something other than numbers, arrays of numbers or
+            None; the loss returns something other than a scalar, or a scalar and a
             dict; `grad_fn(loss)` does not return a pair.
-          ValueError: the batch does not match `in_axes`; the gradients differ from the parameters in structure or
+          ValueError: `state` is from another optimizer (one whose state has the same structure and shapes cannot be
+            distinguished); the batch does not match `in_axes`; the gradients differ from the parameters in structure or
             shape; the loss changes the structure of the model, or the shape or dtype of a variable; the loss reports a
             value under a reserved name, such as "loss" or "step"; with "auto" or `memory_budget`, no execution fits
             into the budget; the mesh has an axis "data", and the batch does not split evenly over it, the loss is not a
@@ -238,9 +243,10 @@ class Trainer:
 
         Args:
           state: the starting state; it stays usable.
-          batches: an iterable of batches. It is never rewound, and only the batches that are used are taken from it.
+          batches: an iterable of batches: `Batches`, a list, or a data loader. It is never rewound, and only the batches
+            that are used are taken from it.
           steps: the number of further steps; None trains until the batches end. A run that ends earlier warns, unless
-            `early_stopping` ended it.
+            `early_stopping` ended it, and so does a run that takes no step.
           progress: whether to show a bar with the range of the loss over the members and the steps per second.
           checkpoint_dir: a directory for checkpoints (`step_00000100`, ...), created if missing. If it holds a complete
             checkpoint later than `state`, training resumes from the newest one and skips one batch for each step by
@@ -264,11 +270,12 @@ class Trainer:
           interrupts immediately.
 
         Raises:
-          TypeError: as for `step`; `batches` is not iterable; a count is not an int; `early_stopping` or `restarts` has
-            another type; `callbacks` is not a list of functions.
-          ValueError: as for `step`; a count is too small; `checkpoint_every` without `checkpoint_dir`; `restarts`
-            without `nonfinite="freeze"`; `early_stopping.evaluate` does not return one number for each member; the
-            newest checkpoint has another ensemble, optax factory or hyperparameters, or is later than the last step
+          TypeError: as for `step`; `batches` is not iterable, or is a data set (an array, a dict, a tuple of arrays); a
+            count is not an int; `early_stopping` or `restarts` has another type; `callbacks` is not a list of functions.
+          ValueError: as for `step`; `batches` are `Batches` that never end, without `steps` or `early_stopping`, or have
+            `members` though `in_axes` is not 0, or the reverse; a count is too small; `checkpoint_every` without
+            `checkpoint_dir`; `restarts` without `nonfinite="freeze"`; `early_stopping.evaluate` does not return one
+            number for each member; the newest checkpoint has another ensemble, optax factory or hyperparameters, or is later than the last step
             requested; `batches` has fewer batches than the checkpoint has used. (Two ready optimizers whose states have
             the same structure cannot be distinguished.)
           OSError: `checkpoint_dir` cannot be created.

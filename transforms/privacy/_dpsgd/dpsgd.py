@@ -43,7 +43,7 @@ class DPSGD:
     Args:
       loss: `loss(model, *batch)` returns a real scalar. `model` is what was passed to `init`; the batch is a single
         example, as a batch of one, so a loss that averages over its batch needs no change.
-      optimizer: an optax `GradientTransformation` that uses only gradients.
+      optimizer: an optax `GradientTransformation` or `MultiSteps` that uses only gradients and parameters.
       l2_clip_norm: the largest norm of an example's gradient; larger gradients are scaled down to it.
       noise_multiplier: standard deviation of the noise in units of `l2_clip_norm`. Zero is not private: ε is infinite.
       target_epsilon: the ε that `num_steps` steps may spend, instead of `noise_multiplier`, which is then computed.
@@ -180,8 +180,8 @@ class DPSGD:
         a step is compiled only a few times; padding contributes zero.
 
         Args:
-          data: the examples, along axis 0 of NumPy or JAX arrays. A tuple or list is unpacked into the arguments of
-            the loss after the model; anything else is one argument.
+          data: the examples, along axis 0 of arrays that NumPy can convert. A tuple or list is unpacked into the
+            arguments of the loss after the model; anything else is one argument.
           state: the state to sample for: its seed, drawn from the key of `init`, determines the batches, and its step
             the first of them. None samples all steps from fresh operating-system entropy.
           sizes: the sizes to pad to, such as multiples of the number of devices; None for up to four sizes around the
@@ -222,8 +222,9 @@ class DPSGD:
 
         Raises:
           TypeError: `batch` is not a `Batch`; the loss does not return a real scalar.
-          ValueError: a state made with other settings; a batch sampled with another probability, or for another step
-            (not checked while tracing); a loss that changes state of a model other than its random keys.
+          ValueError: a state made with other settings, or with an optimizer whose state has another structure or other
+            shapes; a batch sampled with another probability, or for another step (not checked while tracing); a loss
+            that changes state of a model other than its random keys.
 
         Cost:
           Checking the step number of a batch waits for the previous step to finish.
