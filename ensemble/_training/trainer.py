@@ -243,8 +243,8 @@ class Trainer:
 
         Args:
           state: the starting state; it stays usable.
-          batches: an iterable of batches: `Batches`, a list, or a data loader. It is never rewound, and only the batches
-            that are used are taken from it.
+          batches: an iterable of batches: `Batches`, a list, or a data loader. It is never rewound, and only the
+            batches that are used are taken from it.
           steps: the number of further steps; None trains until the batches end. A run that ends earlier warns, unless
             `early_stopping` ended it, and so does a run that takes no step.
           progress: whether to show a bar with the range of the loss over the members and the steps per second.
@@ -270,14 +270,15 @@ class Trainer:
           interrupts immediately.
 
         Raises:
-          TypeError: as for `step`; `batches` is not iterable, or is a data set (an array, a dict, a tuple of arrays); a
-            count is not an int; `early_stopping` or `restarts` has another type; `callbacks` is not a list of functions.
-          ValueError: as for `step`; `batches` are `Batches` that never end, without `steps` or `early_stopping`, or have
-            `members` though `in_axes` is not 0, or the reverse; a count is too small; `checkpoint_every` without
+          TypeError: as for `step`; `batches` is not iterable, or is a data set (an array, a dict, a tuple of arrays);
+            a count is not an int; `early_stopping` or `restarts` has another type; `callbacks` is not a list of
+            functions.
+          ValueError: as for `step`; `batches` are `Batches` that never end, without `steps` or `early_stopping`, or
+            have `members` though `in_axes` is not 0, or the reverse; a count is too small; `checkpoint_every` without
             `checkpoint_dir`; `restarts` without `nonfinite="freeze"`; `early_stopping.evaluate` does not return one
-            number for each member; the newest checkpoint has another ensemble, optax factory or hyperparameters, or is later than the last step
-            requested; `batches` has fewer batches than the checkpoint has used. (Two ready optimizers whose states have
-            the same structure cannot be distinguished.)
+            number for each member; the newest checkpoint has another ensemble, optax factory or hyperparameters, or
+            is later than the last step requested; `batches` has fewer batches than the checkpoint has used. (Two
+            ready optimizers whose states have the same structure cannot be distinguished.)
           OSError: `checkpoint_dir` cannot be created.
 
         Cost:
