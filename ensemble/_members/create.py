@@ -15,11 +15,14 @@ from jax.sharding import PartitionSpec as P
 from ...transforms._core.arguments import check_callable, check_count, describe, is_int
 from ...transforms._core.compat import Tracer
 from ...transforms._core.prng import is_key
+from ...transforms._models.equinox import is_equinox
 from ...transforms._models.split_model import SplitModel, Structure, is_model, split
 from ...transforms._models.stacking import check_leaves, stack_models, strong
 from .sharding import ENSEMBLE, Layout, uncommitted
 
 _REMEDY = "build all members with one configuration", "define it once, at module level, or use Ensemble.create"
+
+_OTHERS = "for models of Linen or Equinox, and for functions, use Ensemble.from_apply(apply, variables)"
 
 
 def stack_members(api: str, members: Sequence[Any]) -> tuple[Structure, Any, Any]:
@@ -33,7 +36,7 @@ def create_members(make: Callable[..., Any], size: int, seed: Any, mesh: Any) ->
     """Return the same for newly created members; arguments as for `Ensemble.create`."""
     from flax import nnx
 
-    check_callable("Ensemble.create", make, "make")
+    _check_make(make)
     check_count("Ensemble.create", "size", size)
     key = _key(seed, size)
     structures: list[Structure] = []
@@ -43,7 +46,8 @@ def create_members(make: Callable[..., Any], size: int, seed: Any, mesh: Any) ->
         # A folded key does not depend on the number of members.
         member = make(nnx.Rngs(key[i] if key.ndim else jax.random.fold_in(key, i)))
         if not is_model(member):
-            raise TypeError(f"Ensemble.create: make must return a model, but it returned {describe(member)}.")
+            found = f"make must return an NNX module, but it returned {describe(member)}"
+            raise TypeError(f"Ensemble.create: {found}; {_OTHERS}.")
         parts = split(member)
         check_leaves("Ensemble.create", "the model that make returns", parts)
         _check_any_arrays("Ensemble.create", parts)
@@ -67,6 +71,17 @@ def create_members(make: Callable[..., Any], size: int, seed: Any, mesh: Any) ->
     with layout.context():
         trainable, rest = jax.jit(layout.on_each(make_some, P(ENSEMBLE)))(indices)
     return structures[0], trainable, rest
+
+
+def _check_make(make: Any) -> None:
+    """Raise if `make` is not callable, or is a model, which is callable too."""
+    from flax import linen
+
+    check_callable("Ensemble.create", make, "make")
+    if is_model(make) or isinstance(make, linen.Module) or is_equinox(make):
+        found = f"make must be a function of nnx.Rngs that returns a new model, but got a model, {type(make).__name__}"
+        remedy = "pass a function, or use Ensemble.stack for models that exist" if is_model(make) else _OTHERS
+        raise TypeError(f"Ensemble.create: {found}; {remedy}.")
 
 
 def _run_once(fun: Callable[[], Any], key: jax.Array) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from mmap import mmap
 from typing import Any, Literal, get_args
@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...transforms._core.arguments import check_choice, check_count, check_number, describe
+from ...transforms._core.axes import Axes
 from ...transforms._core.prng import check_key
-from ...transforms._models.split_model import dotted
+from ...transforms._runs.data import examples, is_array_like
 
 Draw = Literal["all", "bootstrap", "subset"]
 
@@ -30,28 +31,29 @@ class Batches:
     every epoch. Only indices differ between members; there is one copy of the data.
 
     Args:
-      data: a pytree of arrays with the examples along axis 0, such as `(x, y)`. Memory-mapped arrays (`np.memmap`) stay
-        on the disk, so their file must not change meanwhile; others are copied to the device.
+      data: a pytree of arrays with the examples along axis 0, such as `(x, y)`: arrays of JAX or NumPy, or of a library
+        whose arrays NumPy converts, such as tensors of PyTorch on the CPU. Memory-mapped arrays (`np.memmap`) stay on
+        the disk, so their file must not change meanwhile; others are copied to the device.
       batch_size: the number of examples in a batch, for each member.
       key: a random key that determines all batches. The batches of a member do not depend on the number of members.
       members: None for batches that all members share, or the number of members. With a number, the arrays of a batch
-        have shape (members, batch_size, ...), for a `Trainer` with `in_axes=0`.
+        have shape (members, batch_size, ...), for a `Trainer` with `in_axes=0`; `Trainer.fit` refuses any other.
       draw: the examples of each member: "all"; "bootstrap": drawn with replacement, as in bagging; "subset": drawn
         without replacement.
       fraction: for "bootstrap" and "subset", the number of examples of a member as a fraction of all; above 0, and at
         most 1 for "subset".
-      epochs: the number of epochs; None repeats forever.
+      epochs: the number of epochs; None repeats forever, so `Trainer.fit` needs `steps`.
 
     Attributes:
       indices: the examples of each member, int32 (members, count); None with `draw="all"`. The other examples can
         serve as validation data of that member.
 
     Raises:
-      TypeError: `data` contains no arrays or a scalar; `key` is not a key; a count is not an int; `fraction` is not a
-        number.
-      ValueError: the arrays differ in length; `batch_size` is larger than the number of examples of a member; a count
-        is below 1; `draw` is unknown; `fraction` is out of range, or given with `draw="all"`; `draw` is "bootstrap" or
-        "subset", but `members` is None.
+      TypeError: `data` contains something other than arrays of numbers, such as a scalar or a string; `key` is not a
+        key; a count is not an int; `fraction` is not a number.
+      ValueError: `data` contains no arrays, or arrays that differ in length; `batch_size` is larger than the number of
+        examples of a member; a count is below 1; `draw` is unknown; `fraction` is out of range, or given with
+        `draw="all"`; `draw` is "bootstrap" or "subset", but `members` is None.
 
     Cost:
       Each epoch sorts one random number for each example of each member. A compiled program gathers each batch; from a
@@ -80,7 +82,7 @@ class Batches:
         fraction: float = 1.0,
         epochs: int | None = None,
     ) -> None:
-        count = _length(data)
+        data, count = examples("Batches", data)
         for name, value in (("batch_size", batch_size), ("members", members), ("epochs", epochs)):
             check_count("Batches", name, value, optional=name != "batch_size")
         check_key("Batches", key)
@@ -230,13 +232,38 @@ def _is_mapped(x: Any) -> bool:
     return isinstance(x, mmap)
 
 
-def _length(data: Any) -> int:
-    """Return the number of examples; raise if the arrays differ in length."""
-    lengths = {dotted(path) or "data": jnp.shape(x)[:1] for path, x in jax.tree.leaves_with_path(data)}
-    if not lengths or not all(lengths.values()):
-        raise TypeError(f"Batches: data must be arrays with the examples along axis 0, but got {describe(data)}.")
-    (first, (count,)), *others = lengths.items()
-    for name, (length,) in others:
-        if length != count:
-            raise ValueError(f"Batches: `{first}` has {count} examples, but `{name}` has {length}; make them equal.")
-    return int(count)
+def check_source(batches: Any, in_axes: Axes, size: int, ends: bool) -> None:
+    """Raise if `Trainer.fit` cannot take these batches.
+
+    Args:
+      batches: the argument of `fit`; only data sets and `Batches` are recognized.
+      in_axes: as for `Trainer`.
+      size: the number of members.
+      ends: whether the run ends without the end of the batches.
+
+    Raises:
+      TypeError: the batches are a data set: an array, a dict, or a tuple of arrays.
+      ValueError: `Batches` never end, though the run needs their end, or are for other members than `in_axes`.
+    """
+    several = isinstance(batches, tuple) and any(map(is_array_like, batches))
+    if several or isinstance(batches, Mapping) or is_array_like(batches):
+        found = "a tuple of arrays" if several else describe(batches)
+        remedy = "Batches(data, batch_size, key=...), [data] * steps for full batches, or a list of batches"
+        raise TypeError(f"Trainer.fit: batches must be an iterable of batches, but got data, {found}; pass {remedy}.")
+    source = batches._batches if isinstance(batches, BatchIterator) else batches
+    if not isinstance(source, Batches):
+        return
+    if source._epochs is None and not ends:
+        raise ValueError("Trainer.fit: the Batches never end; pass steps= to fit, or epochs= to Batches.")
+    axes = jax.tree.leaves(in_axes, is_leaf=lambda x: x is None)
+    if source._members is None:
+        if 0 in axes:
+            found = f"the trainer has in_axes={in_axes}, but the Batches are shared by all members"
+            raise ValueError(f"Trainer.fit: {found}; pass members={size} to Batches, or in_axes=None to Trainer.")
+        return
+    if source._members != size:
+        raise ValueError(f"Trainer.fit: the Batches have members={source._members}, but the ensemble has {size}.")
+    if any(axis != 0 for axis in axes):
+        found = f"the Batches have members={size}, but the trainer has in_axes={in_axes}"
+        why = "so every member would train on the examples of all"
+        raise ValueError(f"Trainer.fit: {found}, {why}; pass in_axes=0 to Trainer.")

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from ...transforms._core.arguments import describe
 from ...transforms._core.axes import broadcast_axes
 from ...transforms._runs.checkpoint import Checkpoint
+from ...transforms._runs.data import as_arrays
 from ...transforms._runs.history import Recorder, recorded
 from ...transforms._runs.run_directory import RunDirectory
 from .._execution.forms import State
@@ -92,7 +93,7 @@ class Run:
 
     def advance(self, state: State, batches: list[Any]) -> tuple[State, Report]:
         """Take a step for each batch, then stop or restart members; return the new state and the report."""
-        watch = self.watch
+        watch, batches = self.watch, [as_arrays("Trainer.fit", "batch", batch) for batch in batches]
         if len(watch.active) < watch.size:
             # Batches have slices for all members, but the state has no rows for those that have left the run.
             given = [self.stepper.arguments(batch, watch.size) for batch in batches]
@@ -164,7 +165,7 @@ class Run:
         self.store.write(step, lambda path: write_state("Trainer.fit", path, full, about, self.recorder.arrays(), more))
 
     def finish(self, given: TrainState, ended: State, target: int | None, interrupted: bool) -> TrainState:
-        """Return the final state of all members; warn of non-finite parameters and of a run that ended early."""
+        """Return the final state of all members; warn of non-finite parameters, and of a run that ended early."""
         watch, aloud = self.watch, self.watch.aloud
         last = watch.all_members(ended)
         # Steps after the last member had stopped are not counted.
@@ -175,6 +176,10 @@ class Run:
                 "gradients were; the learning rate may be too large, or not finite.",
                 stacklevel=3,  # where `Trainer.fit` was called
             )
+        if step == watch.start and target in (None, step) and not interrupted:
+            finished = "all members have stopped" if watch.finished else "there are no batches"
+            why = finished if target is None else "steps=0"
+            warnings.warn(f"Trainer.fit: no step was taken, since {why}.", stacklevel=3)
         if target is not None and step < target and not interrupted:
             why = "all members have stopped" if watch.finished else "the batches ended"
             ends = f"{why} after step {step}, {target - step} steps before the {target - watch.start} requested."

@@ -5,6 +5,8 @@ one step and save it; they get back the last state and a history:
 
 - `run_directory.py` finds the newest undamaged checkpoint of a run, to resume from, and removes old checkpoints;
 - `loop.py` takes the steps, shows progress, saves checkpoints at an interval, and stops cleanly on Ctrl-C;
+- `data.py` converts and checks the arrays of a batch or of all examples;
+- `optimizer.py` brings optax optimizers into one form, and checks that a state belongs to one;
 - `history.py` records metrics in arrays and returns them as rows;
 - `checkpoint.py` writes a checkpoint (the arrays of each member, and a manifest with shapes, dtypes and checksums), and
   reads and checks all of it, or a single member (`Checkpoint.member`). The directory is written under a temporary name

@@ -2,12 +2,13 @@ import copy
 import pickle
 from functools import partial
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 from plurax.ensemble import Ensemble, Trainer, load, load_member, save, select, soup
 from plurax.ensemble._members import call
@@ -690,8 +691,35 @@ class Test_refusals:
     def test_make_without_a_model(self):
         with pytest.raises(TypeError, match="make must be a function"):
             Ensemble.create(3, 2, seed=0)
-        with pytest.raises(TypeError, match="make must return a model"):
+        with pytest.raises(TypeError, match="make must return an NNX module, but .*; for models of Linen"):
             Ensemble.create(lambda rngs: rngs.params(), 2, seed=0)
+
+    def test_a_model_instead_of_a_function(self, plain, ens):
+        of_ours = r"; pass a function, or use Ensemble.stack for models that exist\.$"
+        others = r"; for models of Linen or Equinox, and for functions, use Ensemble.from_apply\(apply, variables\)\.$"
+        for model, name, remedy in (
+            (plain(nnx.Rngs(0)), "Plain", of_ours),
+            (ens, "Ensemble", of_ours),
+            (ens[0], "Plain", of_ours),
+            (linen.Dense(3), "Dense", others),
+            (eqx.nn.Linear(2, 3, key=jax.random.key(0)), "Linear", others),
+        ):
+            message = rf"^Ensemble.create: make must be a function of nnx.Rngs .*, but got a model, {name}{remedy}"
+            with pytest.raises(TypeError, match=message):
+                Ensemble.create(model, 2, seed=0)
+        for make in (lambda rngs: linen.Dense(3), lambda rngs: eqx.nn.Linear(2, 3, key=rngs())):
+            with pytest.raises(TypeError, match="make must return an NNX module, .* use Ensemble.from_apply"):
+                Ensemble.create(make, 2, seed=0)
+
+    def test_callable_objects_are_functions(self, plain, leaves):
+        class Factory:
+            def __call__(self, rngs):
+                return plain(rngs)
+
+        expected = leaves(Ensemble.create(plain, 2, seed=0))
+        for make in (Factory(), Factory().__call__, partial(plain, width=5), jax.tree_util.Partial(plain)):
+            for x, y in zip(leaves(Ensemble.create(make, 2, seed=0)), expected, strict=True):
+                np.testing.assert_array_equal(x, y)
 
     def test_an_index_out_of_range_or_of_another_kind(self, ens):
         with pytest.raises(IndexError, match="member 3 is out of range for an ensemble of 3"):

@@ -5,6 +5,7 @@ The inputs are a loss, an optimizer and settings, then a model, a key and data; 
 
 - `dpsgd.py`: `DPSGD`, the public class: `init`, `batches`, `step`, `fit` (the training loop with its ε budget, progress
   bar, history and checkpoints), `save`, `load`, `epsilon`, `event`.
+- `fit.py`: the last step that `fit` may take, and the message of a run that ends early.
 - `settings.py` checks the settings.
 - `accounting.py`: `Ledger` describes a step to a privacy accountant. It computes ε from a number of steps, the number
   of steps from a budget, and the noise multiplier from a target ε.

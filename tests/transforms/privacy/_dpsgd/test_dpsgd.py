@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pandas as pd
 import pytest
 from flax import linen, nnx
 from flax.core import freeze
@@ -763,7 +764,6 @@ def test_correlated_noise_replaces_independent_noise(bands: int) -> None:
         ),
         ({"accountant": "gdp"}, ValueError, "accountant must be one of 'pld', 'rdp', but got 'gdp'."),
         ({"microbatch_size": 0}, ValueError, "microbatch_size must be"),
-        ({"optimizer": optax.MultiSteps(optax.sgd(0.1), 2)}, TypeError, "optimizer must be an optax GradientTransf"),
         (
             {"noise_multiplier": None, "target_epsilon": 1.0, "target_delta": 1e-18, "accountant": "pld"},
             ValueError,
@@ -844,10 +844,81 @@ def test_parameters_that_cannot_train_are_refused() -> None:
         make().init([one, other], key=key)
 
 
-def test_an_optimizer_that_evaluates_the_loss_is_refused() -> None:
-    message = r"missing 3 required keyword-only arguments: 'value', 'grad', and 'value_fn'"
-    with pytest.raises(TypeError, match=message):
-        make(optimizer=optax.lbfgs()).init(PARAMS, key=jax.random.key(0))
+@pytest.mark.parametrize(
+    ("optimizer", "needs"),
+    [
+        (optax.lbfgs(), "missing 3 required keyword-only arguments: 'value', 'grad', and 'value_fn'"),
+        (optax.polyak_sgd(), "missing 1 required keyword-only argument: 'value'"),
+        (optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()), "missing 1 required keyword-only argument"),
+        (optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True), "grad_fn must be provided"),
+        (optax.MultiSteps(optax.polyak_sgd(), 2), "missing 1 required keyword-only argument: 'value'"),
+    ],
+)
+def test_an_optimizer_that_evaluates_the_loss_is_refused(optimizer: Any, needs: str) -> None:
+    message = (
+        "the optimizer must update from gradients and parameters alone, since the loss is not private, but it raises"
+    )
+    for model in (PARAMS, Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 2, seed=0)):
+        with pytest.raises(TypeError, match=f"^DPSGD.init: {message}: .*{needs}"):
+            make(optimizer=optimizer).init(model, key=jax.random.key(0))
+
+
+def test_optimizers_that_need_more_than_a_transformation() -> None:
+    """Without noise and clipping, a step over all examples is one of ordinary gradients."""
+    settings: Any = {"noise_multiplier": 0.0, "l2_clip_norm": 1e3, "expected_batch_size": N}
+    ascent = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+    for optimizer in (
+        optax.lookahead(optax.sgd(0.1), sync_period=2, slow_step_size=0.4),
+        optax.contrib.sam(optax.sgd(0.1), ascent, sync_period=2),
+        optax.MultiSteps(optax.sgd(0.1), 2),
+    ):
+        dp = make(optimizer=optimizer, **settings)
+        state = run(dp, PARAMS, steps=3, sizes=(N,))
+        looks_ahead = hasattr(state.opt_state, "slow")
+        params: Any = optax.LookaheadParams.init_synced(PARAMS) if looks_ahead else PARAMS
+        opt_state = optimizer.init(params)
+        for _ in range(3):
+            now = params.fast if looks_ahead else params
+            updates, opt_state = optimizer.update(jax.grad(loss)(now, X, Y), opt_state, params)
+            params = optax.apply_updates(params, updates)
+        assert_close(state.model, params.fast if looks_ahead else params, 1e-4)
+        if looks_ahead:
+            assert_close(state.opt_state.slow, params.slow, 1e-4)
+
+
+@pytest.mark.parametrize("members", [None, 2])
+@pytest.mark.parametrize(
+    ("made_by", "used_by", "difference"),
+    [
+        (optax.adam(0.1), optax.sgd(0.1), r"it has `opt_state\[0\].count`, which this optimizer does not use"),
+        (optax.sgd(0.1), optax.adam(0.1), r"it lacks `opt_state\[0\].count`, an array of shape .* and dtype int32"),
+        (optax.rmsprop(0.1), optax.adam(0.1), r"it lacks `opt_state\[0\].count`"),
+        (optax.sgd(0.1), optax.chain(optax.clip(1.0), optax.sgd(0.1)), "it consists of other transformations"),
+    ],
+)
+def test_a_state_of_another_optimizer_is_refused(made_by: Any, used_by: Any, difference: str, members: Any) -> None:
+    model: Any = PARAMS
+    if members:
+        model = Ensemble.from_apply(lambda v, x: x @ v["w"] + v["b"], [PARAMS] * members)
+    state = make(optimizer=made_by).init(model, key=jax.random.key(0))
+    dp = make(optimizer=used_by)
+    message = f"the state is from another optimizer: {difference}.*; use the optimizer that made it, or call init"
+    with pytest.raises(ValueError, match=f"^DPSGD.step: {message}"):
+        dp.step(state, a_batch([1], 2))
+    with pytest.raises(ValueError, match=f"^DPSGD.step: {message}"):
+        jax.jit(dp.step)(state, a_batch([1], 2))
+    with pytest.raises(ValueError, match=f"^DPSGD.fit: {message}"):
+        dp.fit(state, (X, Y), progress=False)
+
+
+def test_data_of_other_libraries_are_examples_too(tmp_path: Any) -> None:
+    mapped = np.memmap(tmp_path / "x", X.dtype, "w+", shape=X.shape)
+    mapped[:] = X
+    expected = run(make(), PARAMS, steps=2)
+    for x, y in ((mapped, Y), (pd.DataFrame(X), pd.Series(Y)), (jnp.asarray(X), jnp.asarray(Y))):
+        dp = make()
+        state, _ = dp.fit(dp.init(PARAMS, key=jax.random.key(0)), (x, y), steps=2, sizes=SIZES, progress=False)
+        assert_close(state.model, expected.model)
 
 
 def test_batches_are_taken_one_after_another_each_once() -> None:
