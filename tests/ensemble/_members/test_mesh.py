@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -326,6 +327,25 @@ def members_that_leave_a_mesh() -> None:
     assert float(wide[2].variables[0]) == 1 / 3
 
 
+def dropout_of_linen_on_a_data_axis() -> None:
+    """Each part of the batch draws its own mask, and all parts keep one key and one count."""
+    net = nn.Dropout(0.5, deterministic=False)
+    rngs = {"dropout": jax.random.key(3), "count": jnp.uint32(0)}
+    members = Ensemble.from_apply(net.apply, [{"params": {"w": jnp.ones(2)}, "rngs": rngs}] * 2)
+
+    def loss(model: Any, x: jax.Array) -> Any:
+        return jnp.mean(x * model.variables["params"]["w"]), {"kept": model.call_and_update(jnp.ones(99)).mean()}
+
+    trainer = Trainer(loss, optax.sgd(0.1), mesh=mesh_of(2, 2))
+    state = trainer.init(members)
+    for step in range(2):
+        state, metrics = trainer.step(state, ROWS[:, :2])
+        keys = [jax.random.fold_in(jax.random.fold_in(rngs["dropout"], part), step) for part in range(2)]
+        kept = [net.apply({}, jnp.ones(99), rngs={"dropout": key}).mean() for key in keys]
+        np.testing.assert_allclose(metrics["kept"], [np.mean(kept)] * 2, rtol=1e-5)
+    assert_close(state.ensemble[1].variables["rngs"], {**rngs, "count": jnp.uint32(2)})
+
+
 def a_data_axis_of_one() -> None:
     for seconds in (0, 0.1):
         state = train(SPREAD, square, (ROWS, TARGETS), mesh_of(4, 1), strategy="auto", tune_seconds=seconds)[1]
@@ -499,6 +519,7 @@ WAYS = (
     several_steps_in_a_call,
     calls,
     members_that_leave_a_mesh,
+    dropout_of_linen_on_a_data_axis,
     a_data_axis_of_one,
     refusals,
     other_meshes,
