@@ -69,13 +69,13 @@ class Report(NamedTuple):
       metrics: the metrics, which may not be computed yet; those of several steps have these along the last axis.
       evaluated: the values of an evaluation after the last step, by name.
       active: the indices of the members that the metrics belong to.
-      count: the number of steps.
+      steps: the number of steps.
     """
 
     metrics: dict[str, Any]
     evaluated: dict[str, Any]
     active: np.ndarray
-    count: int
+    steps: int
 
 
 @dataclass
@@ -110,7 +110,7 @@ class Run:
 
     def record(self, last: int, report: Report) -> None:
         """Record steps up to the `last`, whose metrics are computed."""
-        count = report.count
+        count = report.steps
         if count == 1:
             self._record(last, recorded(report.metrics), report.evaluated, report.active)
             return
@@ -235,7 +235,7 @@ def _check_settings(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
 def loss_range(report: Report) -> str:
     """Return the range of the loss over the members that train, for the progress bar."""
     loss, stopped = (np.asarray(report.metrics[name]) for name in ("loss", "stopped"))
-    if report.count > 1:
+    if report.steps > 1:
         loss, stopped = loss[:, -1], stopped[:, -1]
     # Stopped members are left out: one that stopped with a large loss would keep the range wide to the end.
     loss = loss[stopped <= 0]

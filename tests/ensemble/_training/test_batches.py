@@ -40,7 +40,7 @@ class LikeATensor:
 
 
 KEY = jax.random.key(7)
-DATA = {"x": np.arange(46.0, dtype=np.float32).reshape(23, 2), "y": np.arange(23)}
+DATA: dict[str, np.ndarray] = {"x": np.arange(46.0, dtype=np.float32).reshape(23, 2), "y": np.arange(23)}
 
 
 def test_shared_epochs_show_each_example_once():

@@ -50,11 +50,12 @@ def test_equals_single_steps(stateful, cross_entropy, make_batches, assert_same,
 def test_takes_that_many_steps_in_a_call(plain, cross_entropy, make_batches, monkeypatch):
     trainer = Trainer(cross_entropy, optax.sgd(0.1), strategy="vmap")
     advance, counts = trainer._stepper.advance, []
-    monkeypatch.setattr(
-        trainer._stepper,
-        "advance",
-        lambda state, batches, *a, **k: counts.append(len(batches)) or advance(state, batches, *a, **k),
-    )
+
+    def counted(state, batches, *args, **options):
+        counts.append(len(batches))
+        return advance(state, batches, *args, **options)
+
+    monkeypatch.setattr(trainer._stepper, "advance", counted)
     ens = Ensemble.create(plain, 2, seed=0)
     state, _ = fit(trainer, ens, make_batches(20), steps=11, steps_per_call=4)
     assert counts == [4, 4, 1, 1, 1]

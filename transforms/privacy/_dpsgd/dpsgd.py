@@ -66,9 +66,9 @@ class DPSGD:
         `aux`. They are neither clipped nor noised.
 
     Attributes:
-      noise_multiplier: as given, or computed from `target_epsilon`. The arguments `target_delta`, `accountant`,
-        `num_examples` and `num_steps` are attributes too.
+      noise_multiplier: as given, or computed from `target_epsilon`.
       ledger: the settings of a step that the accountant needs.
+      target_delta, accountant, num_examples, num_steps: as given.
 
     Raises:
       TypeError, ValueError: both or neither of `noise_multiplier` and `target_epsilon`; a number out of range; an

@@ -408,7 +408,8 @@ def test_linen_draws_a_mask_for_each_example_in_each_step() -> None:
         drawn = np.concatenate(masks)
         # Two of twelve masks of 20 fair bits are equal with a probability below 12 * 11 / 2 / 2**20 = 6e-5.
         assert len(set(drawn.tolist())) == len(drawn)
-        trained = state.model if model is not ensemble else state.model[1]
+        trained: Any = state.model
+        trained = trained if model is not ensemble else trained[1]
         assert int(trained.variables["rngs"]["count"]) == 2
         assert jax.random.key_data(trained.variables["rngs"]["dropout"]).tolist() == [0, 0]
 
