@@ -65,7 +65,9 @@ docs: $(READY)
 	@$(BIN)/pytest --quiet tests/test_links.py
 	@rm -rf build/docs build/types build/site && mkdir -p build/docs
 	@cp -r README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md CODE_OF_CONDUCT.md docs examples benchmarks tests build/docs
+	@cp -r pyproject.toml transforms ensemble build/docs  # CONTRIBUTING.md links to them
 	@rm -r build/docs/docs/_theme  # a template, no page
+	@find build/docs -name __pycache__ -prune -exec rm -r {} +
 	@$(INSTALL) --no-deps --no-build-isolation --target build/types .
 	@$(BIN)/zensical build --strict >build/docs.log 2>&1 || { cat build/docs.log; exit 1; }
 	@echo "build/site/index.html"

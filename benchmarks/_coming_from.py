@@ -1,10 +1,10 @@
-"""What PyTorch and MindSpore themselves give for the left cells of the pages on coming from them.
+"""Compute the results of PyTorch or MindSpore for the left cells of the pages for their users.
 
-python _coming_from.py torch|mindspore      with that library, and without JAX; writes tests/coming_from_NAME.json
+python _coming_from.py torch|mindspore      needs that library, not JAX; writes tests/coming_from_NAME.json
 
-A page has blocks of code and tables `| theirs | Plurax | what differs |`. This runs its blocks titled "PyTorch" or
-"MindSpore", and each left cell that is one code span and nothing else. `tests/test_coming_from.py` compares what the
-right cells give with the numbers kept here.
+A page has blocks of code and tables `| theirs | Plurax | what differs |`. This script runs the blocks titled "PyTorch"
+or "MindSpore", and each left cell that is a single code span. `tests/test_coming_from.py` compares the results of the
+right cells with these.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TITLES = {"torch": "PyTorch", "mindspore": "MindSpore"}
 
 
 class Row(NamedTuple):
-    """A row of a table: the code of both sides, None where a cell is not one code span."""
+    """A row of a table: the code of both sides, or None for a cell that is not a single code span."""
 
     line: str
     theirs: str | None
@@ -34,14 +34,14 @@ class Row(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block of code: theirs, or one of those that the page executes."""
+    """A block of code of the other library, or of JAX, which the page executes."""
 
     code: str
     theirs: bool
 
 
 def pieces(page: str) -> Iterator[Row | Block]:
-    """The blocks and rows of a page, in their order."""
+    """Yield the blocks and rows of a page in order."""
     lines, info, code = page.splitlines(), None, []
     in_table = False
     for line in lines:
@@ -70,7 +70,7 @@ def _row(line: str) -> Row:
 
 
 def program(page: str) -> str:
-    """Their side of a page as one program, which leaves the value of each left cell in a dict `values`."""
+    """Return the other library's side of a page as a program that stores each left cell's value in a dict `values`."""
     lines, seen = ["values = {}"], set()
     for piece in pieces(page):
         if isinstance(piece, Block) and piece.theirs:
@@ -82,12 +82,12 @@ def program(page: str) -> str:
 
 
 def digest(page: str) -> str:
-    """Changes with any of their code."""
+    """Return a digest of the code of the other library."""
     return hashlib.sha256(program(page).encode()).hexdigest()[:16]
 
 
 def leaves(x: Any) -> list[Any]:
-    """The arrays, numbers and strings in `x`, dicts in the order of their keys, as JAX flattens them."""
+    """Return the arrays, numbers and strings in `x` as JAX flattens them, with sorted dict keys."""
     if x is None:
         return []
     if isinstance(x, dict):
@@ -104,7 +104,7 @@ def leaves(x: Any) -> list[Any]:
 
 
 def _rounded(x: Any) -> Any:
-    """Nested lists with as many digits as float32 has."""
+    """Round the numbers in nested lists to the digits of float32."""
     if isinstance(x, list):
         return [_rounded(item) for item in x]
     return float(f"{x:.9g}") if isinstance(x, float) else x
@@ -112,14 +112,14 @@ def _rounded(x: Any) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("name", choices=TITLES, help="the library")
-    parser.add_argument("--out", type=Path, help="where to write; tests/coming_from_NAME.json, if not given")
+    parser.add_argument("name", choices=TITLES, help="library to run")
+    parser.add_argument("--out", type=Path, help="output file (default tests/coming_from_NAME.json)")
     options = parser.parse_args()
     name, target = options.name, (options.out or ROOT / f"tests/coming_from_{options.name}.json").absolute()
     page = (ROOT / f"docs/coming-from-{name}.md").read_text()
     with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)  # MindSpore leaves files where it runs
-        path = Path(folder) / "page.py"  # and compiles functions from the file that they are in
+        os.chdir(folder)  # MindSpore writes files into the working directory
+        path = Path(folder) / "page.py"  # MindSpore compiles functions from their source file
         path.write_text(program(page))
         values = runpy.run_path(str(path))["values"]
         os.chdir(ROOT)

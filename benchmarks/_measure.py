@@ -1,4 +1,4 @@
-"""Timing that can be compared on a shared machine: candidates take turns, medians and quartiles are quoted."""
+"""Timing for a shared machine: candidates run alternately, and results are medians with quartiles."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ import render
 from tqdm import tqdm
 
 PLATFORM = jax.default_backend()
-Tables = tuple[list[dict[str, Any]], list[dict[str, Any]]]  # rows, and ours against the quickest of others
-OF_TORCH = ("torch", "opacus")  # whose rows compute on the CPU, so they are measured where ours do too
+Tables = tuple[list[dict[str, Any]], list[dict[str, Any]]]  # rows, and comparisons with the fastest alternative
+OF_TORCH = ("torch", "opacus")  # compute on the CPU, so they are measured only if JAX does too
 
 
 def peer(name: str) -> Any:
-    """A library to compare with, or None where it is not installed."""
+    """Import a library to compare with; return None if it is not installed."""
     if name in OF_TORCH and PLATFORM != "cpu":
         return None
     try:
@@ -40,37 +40,37 @@ def peer(name: str) -> Any:
 
 
 def spread(values: Iterable[float]) -> dict[str, Any]:
-    """A cell of a table: the median, the first and the third quartile, and of how many values."""
+    """Return a table cell: the median, the first and third quartiles, and the number of values."""
     values = list(values)
     quartiles = statistics.quantiles(values, n=4, method="inclusive")[::2] if len(values) > 1 else []
     return {"median": statistics.median(values), "quartiles": quartiles, "turns": len(values)}
 
 
 def interleaved(candidates: dict[Any, Callable[[], Any]], *, rounds: int, seconds: float) -> dict[Any, dict[str, Any]]:
-    """Time each candidate in turn, `rounds` times.
+    """Time candidates alternately, `rounds` times.
 
-    A candidate is a function that returns what is to be waited for: JAX arrays, or anything that is ready at once. Its
-    first call, which compiles, is timed apart. Each turn repeats the call for about `seconds`, and counts its mean.
+    A candidate returns the JAX arrays to wait for, or other objects, which count as ready. Its first call, which
+    compiles, is timed separately. Each round repeats the call for about `seconds`, and takes the mean.
 
     Returns:
-      For each candidate its turns in ms, their spread, and the first call in s.
+      For each candidate the times of its rounds in ms, their spread, and the time of the first call in s.
     """
-    first, turns = {}, {}
+    first, repeats = {}, {}
     for name, call in candidates.items():
         first[name] = _time(call, 1)
         once = _time(call, 1)
         if once < seconds:
             once = min(once, _time(call, 1), _time(call, 1))
-        turns[name] = max(1, int(seconds / once))
+        repeats[name] = max(1, int(seconds / once))
     times: dict[Any, list[float]] = {name: [] for name in candidates}
     for _ in tqdm(range(rounds), unit="round", leave=False):
         for name, call in candidates.items():
-            times[name].append(_time(call, turns[name]) * 1e3)
+            times[name].append(_time(call, repeats[name]) * 1e3)
     return {name: {"turns": found, "ms": spread(found), "first_s": first[name]} for name, found in times.items()}
 
 
 def ratio(times: dict[Any, dict[str, Any]], name: Any, other: Any) -> dict[str, Any]:
-    """How much longer `name` takes than `other`: a spread over the rounds, since a round's two share its noise."""
+    """Return the time of `name` over that of `other`, as a spread of ratios within a round, where noise cancels."""
     pairs = zip(times[name]["turns"], times[other]["turns"], strict=True)
     return spread(mine / theirs for mine, theirs in pairs)
 
@@ -80,7 +80,7 @@ def quickest(times: dict[Any, dict[str, Any]], names: Iterable[Any]) -> Any:
 
 
 def claim(times: dict[Any, dict[str, Any]], ours: Any, others: Iterable[Any], what: str = "") -> dict[str, Any]:
-    """Ours against the quickest of others: a row of the page's first table, whoever is quicker."""
+    """Compare ours with the fastest alternative: a row of the table of comparisons, whichever is faster."""
     best = quickest(times, others)
     return {
         "what": what,
@@ -102,20 +102,20 @@ def _time(call: Callable[[], Any], repeats: int) -> float:
 
 @contextmanager
 def another_process(*command: str) -> Iterator[tuple[str, Callable[[], None]]]:
-    """What a process calls itself, and a candidate that has it take a step.
+    """Start a process; yield its name, and a candidate that makes it take a step.
 
-    It says "name" once it is ready, and "done" for each line that it reads, when it has taken a step. Between its steps
-    it is stopped, since the threads of a library may go round and round while they wait.
+    The process prints "name" and its name when it is ready, and "done" after the step for each line that it reads. It
+    is stopped between steps, since the threads of a library may spin while they wait.
     """
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
 
         def until(word: str) -> str:
-            for said in process.stdout:
-                first, _, rest = said.strip().partition(" ")
+            for line in process.stdout:
+                first, _, rest = line.strip().partition(" ")
                 if first == word:
                     process.send_signal(signal.SIGSTOP)
                     return rest
-            raise RuntimeError(f"{command[0]}: the process ended where it should have said {word!r}")
+            raise RuntimeError(f"{command[0]}: the process ended before it printed {word!r}")
 
         def call() -> None:
             process.send_signal(signal.SIGCONT)
@@ -130,25 +130,25 @@ def another_process(*command: str) -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def instructions(compiled: Any) -> int:
-    """How many instructions an optimized program has, all its computations counted."""
+    """Count the instructions of an optimized program, in all its computations."""
     return sum(" = " in line for line in compiled.as_text().splitlines())
 
 
 def arguments(doc: str) -> argparse.ArgumentParser:
-    """What every script takes."""
+    """Return a parser with the options of every script."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="run everything small and once, write nothing")
-    parser.add_argument("--only", default="", metavar="NAME", help="the tables with NAME in their titles; others stay")
+    parser.add_argument("--smoke", action="store_true", help="run small cases once, and write nothing")
+    parser.add_argument("--only", default="", metavar="NAME", help="measure only tables with NAME in their titles")
     return parser
 
 
 class Report:
-    """The tables of a script, shown as they are measured and published at the end.
+    """The tables of a script, printed as they are measured, and written at the end.
 
     Args:
-      name: of the script and of its file.
-      options: what the command line said.
-      libraries: the distributions whose versions matter; those that are not there are named too.
+      name: name of the script and of its JSON file.
+      options: parsed command line.
+      libraries: distributions whose versions to record; missing ones are recorded as such.
     """
 
     def __init__(self, name: str, options: argparse.Namespace, *libraries: str) -> None:
@@ -161,7 +161,7 @@ class Report:
         self.tables: dict[str, Any] = {}
 
     def measure(self, parts: dict[str, Callable[[], Tables]]) -> None:
-        """Measure the tables that are wanted, each by a function that returns its rows and its claims; publish them."""
+        """Measure and publish the selected tables, each by a function that returns its rows and its claims."""
         for title, part in parts.items():
             if self.wants(title):
                 rows, claims = part()
@@ -176,7 +176,7 @@ class Report:
         print(f"### {title}", *map(render.table, filter(None, (rows, list(claims)))), sep="\n\n", flush=True)
 
     def publish(self) -> None:
-        """Write the file and render the page and its pictures, unless all was small."""
+        """Write the file and render the pages and pictures, except after a smoke run."""
         if not self.tables:
             raise SystemExit(f"no table has {self.options.only!r} in its title")
         if self.options.smoke:
@@ -184,14 +184,14 @@ class Report:
         if self.options.only and self.path.exists():
             before = json.loads(self.path.read_text())
             if {key: before[key] for key in self.about} != self.about:
-                raise SystemExit(f"{self.path.name} is of other versions or of another device: measure all its tables")
+                raise SystemExit(f"{self.path.name} has other versions or another device; measure all its tables")
             self.tables = before["tables"] | self.tables
         self.path.write_text(json.dumps(self.about | {"tables": self.tables}, indent=1, ensure_ascii=False) + "\n")
         render.main(self.path.parent)
 
 
 def _kind() -> str:
-    """The accelerator, or of a CPU, which JAX just calls so, the processor."""
+    """Return the kind of the accelerator, or the model of the processor, which JAX does not report."""
     if PLATFORM != "cpu":
         return jax.devices()[0].device_kind
     about = Path("/proc/cpuinfo")

@@ -1,6 +1,6 @@
-"""MindSpore's `vmap` over a `CellList`: a training step of LeNet-5 ensembles, run by MindSpore's own Python.
+"""Train an ensemble of LeNet-5 with MindSpore's `vmap` over a `CellList`, in an environment with MindSpore.
 
-python _mindspore.py MEMBERS BATCH      says "name" and its own; then takes a step and says "done" for each line
+python _mindspore.py MEMBERS BATCH      prints "name" and its name; then takes a step and prints "done" for each line
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The models of the ensembles that are measured, in raw JAX and in PyTorch."""
+"""The models of the measured ensembles, in raw JAX and in PyTorch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class LeNet5(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Two blocks of width 64 with 4 heads over 32 tokens of a vocabulary of 128, and the mean of the positions."""
+    """Two blocks of width 64 with 4 heads, over 32 tokens from a vocabulary of 128, and mean pooling."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(128, 64, rngs=rngs)
@@ -63,7 +63,7 @@ class Transformer(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention and a perceptron, normalized before each."""
+    """Attention and an MLP, with layer normalization before each."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.norm1, self.norm2 = nnx.LayerNorm(64, rngs=rngs), nnx.LayerNorm(64, rngs=rngs)
@@ -101,7 +101,7 @@ class ByHand:
         return optax.apply_updates(params, updates), opt_state, loss
 
     def stacked(self, fun: Callable[..., Any], strategy: str) -> Callable[..., Any]:
-        """`fun(state, batch)` over members whose state is stacked."""
+        """Return `fun(state, batch)`, mapped over members with stacked state."""
 
         def mapped(state: Any, batch: Any) -> Any:
             if strategy == "vmap":
@@ -115,7 +115,7 @@ class ByHand:
 
 
 def chained(step: Callable[[Any], tuple[Any, Any]], state: Any) -> Callable[[], Any]:
-    """A call of `step` from the state of the call before; it returns the rest of its result."""
+    """Return a function that calls `step` with the state of the previous call, and returns the rest of the result."""
 
     def call() -> Any:
         nonlocal state
@@ -126,7 +126,7 @@ def chained(step: Callable[[Any], tuple[Any, Any]], state: Any) -> Callable[[], 
 
 
 def torch_candidates(kind: type, size: int, x: np.ndarray, y: np.ndarray) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The same two jobs in PyTorch: the forward pass and the step, each by a loop and by `torch.func.vmap`."""
+    """Return the forward pass and the training step in PyTorch, each as a loop and with `torch.func.vmap`."""
     nn, func = torch.nn, torch.func
 
     def layers() -> Any:

@@ -1,4 +1,4 @@
-"""The models of `privacy.py` in PyTorch, and the ways of PyTorch and of Opacus to their gradients."""
+"""The models of `privacy.py` in PyTorch, and their gradients by PyTorch and by Opacus."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Gradients = Callable[[], dict[str, torch.Tensor]]
 
 
 def arrays(kind: str, params: Any) -> Arrays:
-    """Parameters of a job, or their gradients, by the names that PyTorch has for them and in its layout."""
+    """Return the parameters of a job, or their gradients, with PyTorch's names and layout."""
     found = MODELS[kind][0](params)
     return {name: np.ascontiguousarray(leaf) for name, leaf in found.items()}
 
 
 def model(kind: str, params: Any, **options: Any) -> nn.Module:
-    """The module of a job with its parameters; what the job has not (a second bias of the LSTM) is zero and frozen."""
+    """Return the module of a job; parameters that the job lacks (the LSTM's second bias) are zero and frozen."""
     named = arrays(kind, params)
     module = MODELS[kind][1](named, **options)
     for name, parameter in module.named_parameters():
@@ -35,7 +35,7 @@ def model(kind: str, params: Any, **options: Any) -> nn.Module:
 
 
 def losses(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Each example's loss: the mean over its labels."""
+    """Return the loss of each example: the mean over its labels."""
     logits = module(x).flatten(0, -2)
     return nn.functional.cross_entropy(logits, y.flatten(), reduction="none").reshape(len(y), -1).mean(1)
 
@@ -46,7 +46,7 @@ def ordinary(module: nn.Module, x: Any, y: Any) -> Gradients:
 
 
 def ordinary_step(module: nn.Module, x: Any, y: Any) -> Gradients:
-    """A step with Adam; what it returns are the parameters."""
+    """Return a step with Adam, which returns the parameters."""
     x, y, named = _tensor(x), _tensor(y), _trained(module)
     optimizer = torch.optim.Adam(named.values(), lr=1e-3)
 
@@ -60,9 +60,9 @@ def ordinary_step(module: nn.Module, x: Any, y: Any) -> Gradients:
 
 
 def hooks(module: nn.Module, x: Any, y: Any, clip: float, noise: list[float] | None = None) -> Gradients:
-    """Each example's gradient is held, then clipped and added to the others as Opacus's optimizer does it.
+    """Materialize, clip and sum the gradients of the examples with Opacus's optimizer.
 
-    With `noise`, whose one number is the multiplier when it is called, a step with Adam; it returns the parameters.
+    With `noise`, a list with the current noise multiplier, take a step with Adam and return the parameters.
     """
     x, y, named = _tensor(x), _tensor(y), _trained(module)
     wrapped = GradSampleModule(module, loss_reduction="sum")
@@ -94,10 +94,10 @@ def ghost(
     *,
     use_ghost_clipping: bool = True,
 ) -> Gradients:
-    """Norms from one backward pass and the sum from another, as Opacus's loss does it.
+    """Compute norms in one backward pass and the sum in another, with Opacus's loss.
 
-    Opacus 1.6 has ghost norms for `nn.Linear` and `nn.Embedding`; of other layers, or without `use_ghost_clipping`, the
-    first pass holds each example's gradient, one layer at a time. `noise` is that of `hooks`.
+    Opacus 1.6 has ghost norms for `nn.Linear` and `nn.Embedding`. For other layers, or without `use_ghost_clipping`,
+    the first pass materializes the gradient of each example, one layer at a time. `noise` is as in `hooks`.
     """
     x, y, named = _tensor(x), _tensor(y), _trained(module)
     wrapped = GradSampleModuleFastGradientClipping(
@@ -116,7 +116,7 @@ def ghost(
 
 
 def _tensor(array: Any) -> torch.Tensor:
-    """Images get their channels first, in memory too: of other layouts, Opacus takes the wrong gradients in silence."""
+    """Convert to a tensor, channels first also in memory: with other layouts, Opacus's gradients are silently wrong."""
     array = np.array(array)
     found = torch.from_numpy(np.moveaxis(array, -1, 1) if array.ndim == 4 else array)
     return (found if found.is_floating_point() else found.long()).clone(memory_format=torch.contiguous_format)
@@ -131,7 +131,7 @@ def _options(named: dict[str, nn.Parameter], clip: float, batch: int) -> dict[st
         "optimizer": torch.optim.Adam(named.values(), lr=1e-3),
         "noise_multiplier": 0.0,
         "max_grad_norm": clip,
-        "expected_batch_size": batch,  # what the noisy sum is divided by
+        "expected_batch_size": batch,  # divides the noisy sum
     }
 
 
@@ -154,7 +154,7 @@ def _mlp(named: Arrays) -> nn.Module:
 
 
 def _cnn_arrays(params: Any) -> dict[str, Any]:
-    """Images have their channels first here, also where they are flattened."""
+    """Return the parameters for images with channels first, also when flattened."""
     channels = params["conv2"][1].size
     weight, bias = params["dense1"]
     side = round((len(weight) / channels) ** 0.5)
@@ -192,7 +192,7 @@ class _LSTM(nn.Module):
 
 
 def _gpt_arrays(params: Any) -> dict[str, Any]:
-    """The head is tied to the embedding where `params` have none of their own."""
+    """Return the parameters; without a `head`, the embedding is the head as well."""
     found = {f"{name}.weight": params[name] for name in ("embedding", "position", "head") if name in params}
     for i, block in enumerate(params["blocks"]):
         for name in ("qkv", "out", "up", "down"):
@@ -211,7 +211,7 @@ class _Block(nn.Module):
         self.norm1, self.norm2 = (nn.LayerNorm(self.out.out_features) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As the job writes it: scaled dot products of four heads, one matrix for their inputs."""
+        """Compute causal attention in four heads and an MLP, as the job does."""
         mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
         q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1))
         scores = (q @ k.transpose(2, 3) / q.shape[-1] ** 0.5).masked_fill(~mask, -1e9)
@@ -231,7 +231,7 @@ class _GPT(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        places = torch.arange(x.shape[1]).repeat(len(x), 1)  # for every example, since Opacus looks for a batch
+        places = torch.arange(x.shape[1]).repeat(len(x), 1)  # for every example, since Opacus expects a batch
         return self.head(self.blocks(self.embedding(x) + self.position(places)))
 
 

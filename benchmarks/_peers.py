@@ -1,4 +1,4 @@
-"""Install the extra `bench` into the environment that runs this; of its peers those that there are for it.
+"""Install the extra `bench` into the current environment, without libraries that are not available for it.
 
 python benchmarks/_peers.py
 """
@@ -19,13 +19,13 @@ def install(*what: str) -> bool:
 def main() -> None:
     if install("--editable", ".[bench]"):
         return
-    print("not all at once: one peer after another")
+    print("installing them together failed; installing one library after another")
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["bench"]
     own = [one.replace("plurax[", ".[") for one in wanted if one.startswith("plurax[")]
     if not install("--editable", *own):
         raise SystemExit("the extras that the benchmarks need could not be installed")
     absent = [one for one in wanted if not one.startswith("plurax[") and not install(one)]
-    print("not for this Python or this machine, so without their rows:", ", ".join(absent) or "none")
+    print("not available for this Python or this machine, so the tables lack their rows:", ", ".join(absent) or "none")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is repeated in a program, or compiled again and again: layers, micro-batches, lengths."""
+"""Measure repeated layers, micro-batches, and arrays of many lengths. Part of `compile.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plurax.transforms.program import accumulate, bucketed, scan_layers, stack_l
 
 
 class Block(nnx.Module):
-    """A block of a transformer."""
+    """A transformer block."""
 
     def __init__(self, width: int, rngs: nnx.Rngs) -> None:
         self.norm, self.attention = nnx.LayerNorm(width, rngs=rngs), nnx.MultiHeadAttention(4, width, rngs=rngs)
@@ -30,7 +30,7 @@ class Block(nnx.Module):
 
 
 class Convolutional(nnx.Module):
-    """A block of a residual network."""
+    """A residual block with two convolutions."""
 
     def __init__(self, width: int, rngs: nnx.Rngs) -> None:
         self.norm = nnx.GroupNorm(width, num_groups=2, rngs=rngs)
@@ -41,9 +41,9 @@ class Convolutional(nnx.Module):
 
 
 def gradient(model: Any, forward: Callable[..., jax.Array], *args: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A loss and its gradient, for `jax.jit`, and its arguments."""
-    apart: Any = nnx.split(model, nnx.Param, ...)
-    graphdef, params, rest = apart
+    """Return a function of a loss and its gradient, for `jax.jit`, and its arguments."""
+    split: Any = nnx.split(model, nnx.Param, ...)
+    graphdef, params, rest = split
 
     def loss(params: Any, rest: Any, *args: Any) -> jax.Array:
         return (forward(nnx.merge(graphdef, params, rest), *args) ** 2).mean()
@@ -59,10 +59,10 @@ def in_a_loop(layers: Any, x: jax.Array, *shared: Any) -> jax.Array:
 
 def by_flax(layers: Any, x: jax.Array, *shared: Any) -> jax.Array:
     @partial(nnx.scan, in_axes=(0, nnx.Carry, *[None] * len(shared)), out_axes=nnx.Carry)
-    def turn(layer: Any, x: jax.Array, *shared: Any) -> jax.Array:
+    def body(layer: Any, x: jax.Array, *shared: Any) -> jax.Array:
         return layer(x, *shared)
 
-    return turn(layers, x, *shared)
+    return body(layers, x, *shared)
 
 
 def scanned(layers: Any, x: jax.Array, *shared: Any, **options: Any) -> jax.Array:
@@ -70,7 +70,7 @@ def scanned(layers: Any, x: jax.Array, *shared: Any, **options: Any) -> jax.Arra
 
 
 def compilations(programs: dict[str, tuple[Any, tuple[Any, ...]]], rounds: int) -> dict[str, dict[str, Any]]:
-    """Seconds to trace and to compile, in turns; and the program."""
+    """Measure the seconds to trace and to compile each program, alternately; return them with the programs."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in programs}
     found = {}
     for _ in range(rounds):
@@ -100,7 +100,7 @@ def compared(
     compiles: int,
     seconds: float,
 ) -> Tables:
-    """How each program is compiled and how it runs, beside the first; claims for our own against others."""
+    """Compare compilation and run time of each program with the first; return rows, and claims for our own."""
     built = compilations(programs, compiles)
     calls = {name: partial(built[name]["program"], *args) for name, (_, args) in programs.items()}
     times = interleaved(calls, rounds=rounds, seconds=seconds)
@@ -121,7 +121,7 @@ def compared(
 
 
 def layers(smoke: bool, rounds: int, seconds: float) -> Tables:
-    """Blocks of a transformer in a loop and in a scan."""
+    """Compare transformer blocks in a loop and in a scan."""
     depth, width, length = (2, 8, 4) if smoke else (48, 128, 64)
     blocks = [Block(width, nnx.Rngs(i)) for i in range(depth)]
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, length, width)), jnp.float32)
@@ -134,7 +134,9 @@ def layers(smoke: bool, rounds: int, seconds: float) -> Tables:
         "scan_layers": gradient(stack, scanned, x, mask),
         "remat=True": gradient(stack, partial(scanned, remat=True), x, mask),
         "remat=dots_saveable": gradient(stack, partial(scanned, remat=policies.dots_saveable), x, mask),
-        "the same, unroll=2": gradient(stack, partial(scanned, remat=policies.dots_saveable, unroll=2), x, mask),
+        "remat=dots_saveable, unroll=2": gradient(
+            stack, partial(scanned, remat=policies.dots_saveable, unroll=2), x, mask
+        ),
         "unroll=2": gradient(stack, partial(scanned, unroll=2), x, mask),
         "unroll=4": gradient(stack, partial(scanned, unroll=4), x, mask),
     }
@@ -144,7 +146,7 @@ def layers(smoke: bool, rounds: int, seconds: float) -> Tables:
 
 
 def convolutions(smoke: bool, rounds: int) -> Tables:
-    """Blocks with convolutions."""
+    """Compare blocks with convolutions in a loop and in a scan."""
     depth, width, side = (2, 4, 4) if smoke else (16, 32, 16)
     blocks = [Convolutional(width, nnx.Rngs(i)) for i in range(depth)]
     x = jnp.asarray(np.random.default_rng(0).normal(size=(16, side, side, width)), jnp.float32)
@@ -161,7 +163,7 @@ def convolutions(smoke: bool, rounds: int) -> Tables:
 
 
 def parts(smoke: bool, rounds: int, seconds: float) -> Tables:
-    """A network over micro-batches."""
+    """Compare gradients of a batch with gradients accumulated over micro-batches."""
     size, width, length = (8, 8, 4) if smoke else (64, 64, 32)
     blocks = nnx.List([Block(width, nnx.Rngs(i)) for i in range(2)])
     graphdef, state = nnx.split(blocks)
@@ -191,7 +193,7 @@ def parts(smoke: bool, rounds: int, seconds: float) -> Tables:
 
 
 def lengths(smoke: bool) -> Tables:
-    """One function of arrays of many lengths."""
+    """Compare a function of arrays of many lengths with and without `bucketed`."""
     number = 5 if smoke else 200
     w = jnp.asarray(np.random.default_rng(1).normal(size=(16, 16)), jnp.float32)
     drawn = np.random.default_rng(0).integers(1, 257, number)
@@ -223,7 +225,7 @@ def lengths(smoke: bool) -> Tables:
                 "different lengths": len(set(drawn.tolist())),
                 "compilations": count(),
                 "first pass (s)": seconds[0],
-                "later (ms a call)": times[name]["ms"],
+                "later (ms per call)": times[name]["ms"],
             }
         )
-    return rows, [claim(times, "bucketed", ["jax.jit"], "a call, compiled")]
+    return rows, [claim(times, "bucketed", ["jax.jit"], "a compiled call")]

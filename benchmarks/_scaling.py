@@ -1,8 +1,8 @@
-"""How ensembles scale: over members, over devices, and in one row with MindSpore. Part of `ensemble.py`.
+"""Measure how ensembles scale over members and devices, and compare with MindSpore. Part of `ensemble.py`.
 
-A process has the devices that it has started with, so this file is also the script that `ensemble.py` starts with more:
-python _scaling.py two 15      LeNet-5 side by side on two devices of the CPU
-python _scaling.py weak        cost for each device over 1, 2, 4 and 8
+The number of devices is fixed when a process starts, so `ensemble.py` also runs this file as a script:
+python _scaling.py two 15      LeNet-5 on two CPU devices in parallel
+python _scaling.py weak        cost per device on 1, 2, 4 and 8 devices
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from plurax.ensemble import Ensemble, Trainer
 def ours(
     ensemble: Ensemble, x: Any, y: Any, *, donate: bool = False, **options: Any
 ) -> tuple[Trainer, Callable[[], Any]]:
-    """A trainer and its next step, perhaps one that takes over the memory, as in `fit`; "auto" has measured."""
+    """Return a trainer and its step, after "auto" has measured; `donate` reuses the state's memory, as in `fit`."""
     trainer = Trainer(cross_entropy, optax.adam(LEARNING_RATE), **options)
-    call = chained(lambda state: trainer._stepper.advance(state, (x, y), donate=donate)[:2], trainer.init(ensemble))
+    call = chained(lambda state: trainer._stepper.advance(state, [(x, y)], donate=donate)[:2], trainer.init(ensemble))
     if options.get("strategy", "auto") == "auto":
         jax.block_until_ready(call())
     return trainer, call
 
 
 def loop_by_hand(ensemble: Ensemble, x: Any, y: Any, *, each: bool = False) -> Callable[[], Any]:
-    """A loop of the jitted step of one member in raw JAX."""
+    """Return a loop over the jitted step of single members in raw JAX."""
     hand = ByHand(ensemble)
 
     def loop(members: Any) -> Any:
@@ -60,7 +60,7 @@ def data(shape: tuple[int, ...], batch: int, *leading: int) -> tuple[Any, Any]:
 def over_members(
     kind: type, shape: tuple[int, ...], sizes: tuple[int, ...], batch: int, rounds: int, **options: Any
 ) -> Tables:
-    """Time for each member against how many there are: a step, one as in `fit`, and a loop by hand."""
+    """Measure the time per member against the number of members: a step, a step as in `fit`, and a loop by hand."""
     x, y = data(shape, batch)
     candidates, chosen = {}, {}
     for size in sizes:
@@ -77,9 +77,9 @@ def over_members(
     rows = [
         {
             "members": size,
-            "a step (ms for each)": each("a step", size),
-            "in fit (ms for each)": each("in fit", size),
-            "loop by hand (ms for each)": each("JAX loop", size),
+            "a step (ms per member)": each("a step", size),
+            "in fit (ms per member)": each("in fit", size),
+            "loop by hand (ms per member)": each("JAX loop", size),
             "a step / the loop": ratio(times, f"a step, {size}", f"JAX loop, {size}"),
             "in fit / the loop": ratio(times, f"in fit, {size}", f"JAX loop, {size}"),
             "chosen": f"{chosen['a step', size]}; in fit {chosen['in fit', size]}",
@@ -102,7 +102,7 @@ class Small(nnx.Module):
 
 
 def many(size: int, budgets: tuple[str | None, ...], rounds: int, **options: Any) -> Tables:
-    """Very many small members, in chunks that fit into a budget."""
+    """Measure many small members, in chunks that fit into a budget."""
     x, y = data((16,), 64)
     ensemble = Ensemble.create(Small, size, seed=0)
     trainers, candidates = {}, {}
@@ -128,7 +128,7 @@ def many(size: int, budgets: tuple[str | None, ...], rounds: int, **options: Any
 
 
 def source_case(rounds: int, mindspore: str | None, strategy: str) -> Tables:
-    """Four LeNet-5, amsgrad, a batch of three for each: the case that MindSpore's tutorial trains."""
+    """Measure four LeNet-5 with AMSGrad and a batch of three each, as in MindSpore's tutorial."""
     x, y = data((32, 32, 1), 3, 4)
     rates = [1e-2, 1e-3, 2e-3, 3e-3]
     ensemble = Ensemble.create(LeNet5, 4, seed=0)
@@ -149,7 +149,7 @@ def source_case(rounds: int, mindspore: str | None, strategy: str) -> Tables:
 
 
 def elsewhere(devices: int, *arguments: str) -> Any:
-    """What this file prints, started with so many devices."""
+    """Return the output of this script, run with a number of devices."""
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, str(Path(__file__)), *arguments]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -157,7 +157,7 @@ def elsewhere(devices: int, *arguments: str) -> Any:
 
 
 def on_two_devices(rounds: int, size: int = 10, batch: int = 64) -> Tables:
-    """LeNet-5 side by side."""
+    """Measure LeNet-5 members on two devices in parallel."""
     x, y = data((32, 32, 1), batch)
     ensemble = Ensemble.create(LeNet5, size, seed=0)
     trainer, auto = ours(ensemble, x, y)
@@ -172,7 +172,7 @@ def on_two_devices(rounds: int, size: int = 10, batch: int = 64) -> Tables:
 
 
 def weak() -> Tables:
-    """Two members for each device: what XLA counts for each device, and what devices exchange."""
+    """Return XLA's cost per device, and the number of collectives, with two members for each device."""
     rows = []
     for kind, shape in ((MLP, (28, 28, 1)), (LeNet5, (32, 32, 1))):
         x, y = data(shape, 64)
@@ -185,17 +185,17 @@ def weak() -> Tables:
             cost: Any = compiled.cost_analysis()
             cost = cost[0] if isinstance(cost, list) else cost
             first = first or cost
-            exchanges = re.findall(r" (?:all-|reduce-scatter|collective-)[a-z-]*\(", compiled.as_text())
+            collectives = re.findall(r" (?:all-|reduce-scatter|collective-)[a-z-]*\(", compiled.as_text())
             rows.append(
                 {
                     "model": kind.__name__,
                     "devices": devices,
                     "members": 2 * devices,
-                    "MFLOP for each device": cost["flops"] / 1e6,
-                    "MB for each device": cost["bytes accessed"] / 1e6,
-                    "FLOP against one device": cost["flops"] / first["flops"],
-                    "bytes against one device": cost["bytes accessed"] / first["bytes accessed"],
-                    "exchanges": len(exchanges),
+                    "MFLOP per device": cost["flops"] / 1e6,
+                    "MB per device": cost["bytes accessed"] / 1e6,
+                    "FLOP / one device": cost["flops"] / first["flops"],
+                    "bytes / one device": cost["bytes accessed"] / first["bytes accessed"],
+                    "collectives": len(collectives),
                 }
             )
     return rows, []

@@ -1,7 +1,7 @@
-"""What is compiled once: in a program, for many lengths, for many processes; and how quick is what is compiled?
+"""Measure tracing, compilation and run time of repeated layers, many array lengths, and new processes.
 
 python benchmarks/compile.py            measure, and render the pages
-python benchmarks/compile.py --smoke    run everything small and once; write nothing
+python benchmarks/compile.py --smoke    run small cases once; write nothing
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Program = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def loop(smoke: bool) -> Program:
-    """A loop of Python, which is one long program: MindSpore's example of its cache."""
+    """Return a Python loop that becomes one long program, as in MindSpore's example of its cache."""
 
     def steps(x: jax.Array, y: jax.Array) -> jax.Array:
         out = x
@@ -47,7 +47,7 @@ def loop(smoke: bool) -> Program:
 
 
 def cnn(smoke: bool) -> Program:
-    """The gradient of a small network, by its parameters."""
+    """Return the gradient of a small CNN with respect to its parameters."""
     rng = np.random.default_rng(0)
     width, batch = (2, 3) if smoke else (32, 16)
 
@@ -84,7 +84,7 @@ WAYS: dict[str, Callable[[Callable[..., Any], str], Callable[..., Any]]] = {
 
 
 def first_results(program: str, way: str, directory: str, smoke: bool) -> list[float]:
-    """Milliseconds to the first result, from when imports and arguments are there, from there to a second, and on."""
+    """Return the milliseconds to the first result, after imports and arguments are ready, and of each later call."""
     fun, args = PROGRAMS[program](smoke)
     jax.block_until_ready(args)
     moments = [time.perf_counter()]
@@ -96,21 +96,21 @@ def first_results(program: str, way: str, directory: str, smoke: bool) -> list[f
 
 
 def in_new_process(*args: str, smoke: bool) -> list[float]:
-    """What `first_results` returns in a process of its own."""
+    """Run `first_results` in a separate process."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
     command = [sys.executable, __file__, "--first-results", *args, *(["--smoke"] if smoke else [])]
     return json.loads(subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout)
 
 
 def starts(smoke: bool, rounds: int) -> Tables:
-    """The first result, where an earlier process has computed it already."""
+    """Measure the time to the first result in a new process, after an earlier process has run the program."""
     rows, claims = [], []
     for program in list(PROGRAMS)[: 1 if smoke else None]:
         ways = list(WAYS)[:: 3 if smoke else 1]
         times: dict[str, dict[str, Any]] = {way: {"turns": [], "second": [], "again": []} for way in ways}
         with tempfile.TemporaryDirectory() as directory:
             for turn in tqdm(range(-1, rounds), unit="round", leave=False):
-                # The first processes write, but for those of `jax.jit`.
+                # The first processes write the caches; `jax.jit` has none.
                 for way in ways[1:] if turn < 0 else random.sample(ways, len(ways)):
                     milliseconds = in_new_process(program, way, os.path.join(directory, way), smoke=smoke)
                     if turn >= 0:
@@ -134,7 +134,7 @@ def starts(smoke: bool, rounds: int) -> Tables:
 
 
 def calls(smoke: bool, rounds: int, seconds: float) -> Tables:
-    """A later call, of a program that does next to nothing."""
+    """Measure the overhead of later calls, with a trivial program."""
     rows, claims = [], []
     for count in (1, 20):
         args = [jnp.full((3,), float(i)) for i in range(count)]
@@ -148,14 +148,14 @@ def calls(smoke: bool, rounds: int, seconds: float) -> Tables:
                 for way in ("jax.jit", "aot, key")
             }
             times = interleaved(ways, rounds=rounds, seconds=seconds)
-        # A thousand calls in a turn, so milliseconds are microseconds of one.
+        # Each measurement has a thousand calls, so its milliseconds are the microseconds of one call.
         rows.append({"arrays": count} | {f"{way} (µs)": found["ms"] for way, found in times.items()})
-        claims.append(claim(times, "aot, key", ["jax.jit"], f"1,000 calls with {count} arrays"))
+        claims.append(claim(times, "aot, key", ["jax.jit"], f"1,000 calls with {count} array{'s' * (count > 1)}"))
     return rows, claims
 
 
 def frozen(smoke: bool, rounds: int, seconds: float) -> Tables:
-    """Gradients of which the parameters of the first layers are not asked for."""
+    """Compare gradients with and without the parameters of the first layers."""
     width, batch, rng = (8, 4, nnx.Rngs(0)) if smoke else (256, 256, nnx.Rngs(0))
     model = nnx.Sequential(*(nnx.Linear(width, width, rngs=rng) for _ in range(8)))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(batch, width)), jnp.float32)
@@ -168,7 +168,7 @@ def frozen(smoke: bool, rounds: int, seconds: float) -> Tables:
     ways = {
         "all of 8 layers": gradient(model, lambda model, x: model(x), x),
         "first 6 frozen": gradient(freeze(model, [f"layers.{i}" for i in range(6)]), lambda model, x: model(x), x),
-        "first 6 behind stop_gradient": gradient(model, cut, x),
+        "first 6 with stop_gradient": gradient(model, cut, x),
     }
     programs = {name: jax.jit(fun).lower(*args).compile() for name, (fun, args) in ways.items()}
     times = interleaved(
@@ -178,13 +178,13 @@ def frozen(smoke: bool, rounds: int, seconds: float) -> Tables:
         {
             "gradient": name,
             "MFLOP": program.cost_analysis()["flops"] / 1e6,
-            "arrays in it": program.out_tree.num_leaves - 1,
+            "arrays in the gradient": program.out_tree.num_leaves - 1,
             "ms": times[name]["ms"],
             "time / all": ratio(times, name, "all of 8 layers"),
         }
         for name, program in programs.items()
     ]
-    return rows, [claim(times, "first 6 frozen", ["first 6 behind stop_gradient"])]
+    return rows, [claim(times, "first 6 frozen", ["first 6 with stop_gradient"])]
 
 
 def repeat(fun: Callable[..., Any], args: list[Any], number: int) -> Any:
@@ -202,7 +202,8 @@ def main() -> None:
         print(json.dumps(first_results(*options.first_results, smoke)))
         return
     rounds, seconds = (2, 0.0) if smoke else (15, 0.1)
-    jax.config.update("jax_enable_compilation_cache", smoke)  # else what is compiled again would be read
+    # Without the cache on disk, repeated compilations are measured in full.
+    jax.config.update("jax_enable_compilation_cache", smoke)
     Report("compile", options, "flax").measure(
         {
             "Layers, value and gradient": lambda: layers(smoke, rounds, seconds),
@@ -211,7 +212,7 @@ def main() -> None:
             "Arrays of many lengths": lambda: lengths(smoke),
             "Frozen parameters": lambda: frozen(smoke, rounds, seconds),
             "Time to the first result in a new process": lambda: starts(smoke, 1 if smoke else rounds),
-            "A later call": lambda: calls(smoke, rounds, seconds),
+            "Later calls": lambda: calls(smoke, rounds, seconds),
         }
     )
 

@@ -1,11 +1,11 @@
-"""A private step beside an ordinary one, and against what it is made of: the clipped sum, the noise and the optimizer.
+"""Compare a private step with an ordinary step, and with its parts: clipped sum, noise and optimizer.
 
 python benchmarks/dpsgd.py               measure, and render the pages
 python benchmarks/dpsgd.py --only GPT    measure the networks with GPT in their titles; keep the other tables
-python benchmarks/dpsgd.py --smoke       run everything small and once; write nothing
+python benchmarks/dpsgd.py --smoke       run small cases once; write nothing
 
-All rows of a network do a step with Adam, those of JAX with noise to the same bits of noise. Every row is checked
-against the first of its kind before it is timed, those of PyTorch without their noise.
+All rows of a network take a step with Adam. JAX rows with noise draw the same bits. Every row is compared with the
+first of its kind before it is timed, PyTorch rows without noise.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BASE, STEP = "clipped_grad and Adam: no noise", "DPSGD.step"
 
 
 def by_hand(job: Job, sums: Callable[..., Any], noise: optax.GradientTransformation | None) -> Callable[..., Any]:
-    """The step written out."""
+    """Return the step written by hand."""
 
     def step(params: Any, opt_state: Any, noise_state: Any, x: jax.Array, y: jax.Array) -> Any:
         total = sums(params, x, y)
@@ -48,7 +48,7 @@ def by_hand(job: Job, sums: Callable[..., Any], noise: optax.GradientTransformat
 
 
 def compiled(fun: Callable[..., Any], *args: Any) -> tuple[Callable[[], Any], float]:
-    """A call, and the seconds that compiling takes, tracing aside."""
+    """Return a compiled call, and the seconds of compilation without tracing."""
     lowered = jax.jit(lambda *args: fun(*args)).lower(*args)
     start = time.perf_counter()
     run = lowered.compile()
@@ -56,23 +56,23 @@ def compiled(fun: Callable[..., Any], *args: Any) -> tuple[Callable[[], Any], fl
 
 
 def steps_of_torch(job: Job, ordinary: Any, private: Any) -> dict[str, Callable[[], Any]]:
-    """PyTorch's step and Opacus's, whose parameters should be those of JAX before there is noise."""
+    """Return the steps of PyTorch and Opacus, after comparing their parameters without noise with those of JAX."""
     noise, args = [0.0], (job.x, job.y, CLIP)
-    ghost = {"use_ghost_clipping": job.twin != "gpt"}  # of which Opacus refuses tied parameters
+    ghost = {"use_ghost_clipping": job.twin != "gpt"}  # Opacus refuses tied parameters
     module = partial(_opacus.model, job.twin, job.params)
     plain = module(cell=torch.nn.LSTM) if job.twin == "lstm" else module()
     found = {
         OF_TORCH: _opacus.ordinary_step(plain, job.x, job.y),
         "Opacus, ghost": _opacus.ghost(module(), *args, noise, **ghost),
     }
-    if len(job.y) * sum(leaf.nbytes for leaf in jax.tree.leaves(job.params)) < 2**30:  # which hooks hold
+    if len(job.y) * sum(leaf.nbytes for leaf in jax.tree.leaves(job.params)) < 2**30:  # bounds the memory of hooks
         found["Opacus, hooks"] = _opacus.hooks(module(), *args, noise)
     for name, step in found.items():
         expected = _opacus.arrays(job.twin, ordinary if name == OF_TORCH else private)
         leaves = {key: jnp.asarray(leaf.detach()) for key, leaf in step().items()}
-        # In units of a step of Adam, which is whole where a gradient is zero but for rounding: that of a key's bias.
+        # Relative to a step of Adam, which has full size even where a gradient is only rounding, such as a key's bias.
         if max(jax.tree.leaves(jax.tree.map(lambda a, b: jnp.mean(jnp.abs(a - b)), expected, leaves))) > RATE / 100:
-            raise RuntimeError(f"{name}: the result is not that of JAX")
+            raise RuntimeError(f"{name}: the result differs from that of JAX")
     noise[0] = 1.0
     return found
 
@@ -120,7 +120,7 @@ def measure(job: Job, rounds: int, seconds: float) -> Tables:
         found = [ways[name][0]() for name in names]
         for name, one in zip(names[1:], found[1:], strict=True):
             if not same(parameters(found[0]), parameters(one)):
-                raise RuntimeError(f"{name}: the result is not that of {names[0]}")
+                raise RuntimeError(f"{name}: the result differs from that of {names[0]}")
     calls = {name: call for name, (call, _) in ways.items()}
     if _opacus is not None:
         calls |= steps_of_torch(job, *(parameters(calls[name]()) for name in (ORDINARY, BASE)))
@@ -135,7 +135,7 @@ def measure(job: Job, rounds: int, seconds: float) -> Tables:
             "ms": times[name]["ms"],
             "time / ordinary step": None if name.startswith("noise only") else ratio(times, name, against(name)),
             "time / step without noise": ratio(times, name, BASE) if name in ways else None,
-            "compiling (s)": ways[name][1] if name in ways else None,
+            "compile (s)": ways[name][1] if name in ways else None,
         }
         for name in times
     ]
@@ -144,13 +144,13 @@ def measure(job: Job, rounds: int, seconds: float) -> Tables:
 
 
 def parameters(result: Any) -> Any:
-    """What was updated: a state, or the first of a tuple, is behind a pair of `DPSGD.step`."""
+    """Return the updated parameters from the result of a step by hand or of `DPSGD.step`."""
     first = result[0]
     return first.tree if hasattr(first, "tree") else first
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two pytrees agree in the mean: Adam makes whole steps of rounding where a gradient is zero."""
+    """Return whether two pytrees agree on average, since Adam takes full-size steps from rounding of zero gradients."""
     pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
     return all(float(jnp.mean(jnp.abs(a - b)) / (jnp.mean(jnp.abs(a)) + 1e-3)) < 1e-3 for a, b in pairs)
 
@@ -159,7 +159,7 @@ def main() -> None:
     options = arguments(__doc__).parse_args()
     report, smoke = Report("dpsgd", options, "jax-privacy", "torch", "opacus"), options.smoke
     if smoke:
-        jax.config.update("jax_disable_most_optimizations", True)  # which compiles in half the time
+        jax.config.update("jax_disable_most_optimizations", True)  # halves the compile time
     if torch is not None:
         torch.set_num_threads(2)
     large = mlp(np.random.default_rng(0), 2048, (784, 512, 256, 10))

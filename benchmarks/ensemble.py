@@ -1,8 +1,8 @@
-"""What an ensemble costs: ours with each strategy, against raw JAX written by hand and against PyTorch.
+"""Compare the cost of ensembles, with each strategy, with hand-written JAX and with PyTorch.
 
 python benchmarks/ensemble.py                          measure, and render the pages
 python benchmarks/ensemble.py --mindspore PYTHON       measure the table with MindSpore; keep the other tables
-python benchmarks/ensemble.py --smoke                  run everything small and once; write nothing
+python benchmarks/ensemble.py --smoke                  run small cases once; write nothing
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MINDSPORE = "Four LeNet-5 with a batch of three each, amsgrad"
 
 
 def forward_candidates(ensemble: Ensemble, x: jax.Array, strategies: tuple[str, ...]) -> dict[str, Callable[[], Any]]:
-    """The forward pass; `ens(x)` picks its own way, and the others are written with what the library has."""
+    """Return forward passes: `ens(x)`, which chooses a strategy, and each strategy in our library and in raw JAX."""
     hand = ByHand(ensemble)
     members = [ensemble[i : i + 1] for i in range(len(ensemble))]
     ours = {
@@ -49,7 +49,7 @@ def forward_candidates(ensemble: Ensemble, x: jax.Array, strategies: tuple[str, 
 def train_candidates(
     ensemble: Ensemble, x: jax.Array, y: jax.Array, strategies: tuple[str, ...]
 ) -> tuple[Any, dict[str, Callable[[], Any]]]:
-    """What "auto" found, and steps, each from where its last one ended, as in a training loop; they return losses."""
+    """Return the measurements of "auto", and chained training steps, which return losses."""
     hand = ByHand(ensemble)
     candidates: dict[str, Callable[[], Any]] = {}
 
@@ -71,7 +71,7 @@ def train_candidates(
 
 
 def programs(ensemble: Ensemble, x: jax.Array, y: jax.Array, strategies: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Instructions of the optimized training step, ours against the one by hand."""
+    """Count the instructions of the optimized training step, ours and the one by hand."""
     hand = ByHand(ensemble)
     rows = []
     for strategy in (name for name in strategies if name != "loop"):
@@ -84,7 +84,7 @@ def programs(ensemble: Ensemble, x: jax.Array, y: jax.Array, strategies: tuple[s
 
 
 def eager_overhead(rounds: int) -> Tables:
-    """A call of ours outside `jit`, against the compiled program by hand: members too small to hide anything."""
+    """Measure the overhead of our calls outside `jit` over compiled programs by hand, with tiny members."""
     ensemble = Ensemble.create(lambda rngs: nnx.Linear(2, 2, rngs=rngs), 2, seed=0)
     x, y = jnp.ones((1, 2)), jnp.zeros(1, int)
     hand = ByHand(ensemble)
@@ -110,7 +110,7 @@ def eager_overhead(rounds: int) -> Tables:
 
 
 def chunks(cases: tuple[tuple[int, int], ...], sizes: tuple[int, ...], rounds: int) -> Tables:
-    """`vmap` in chunks against all at once: time and temporaries, and the time of two other ways to write it."""
+    """Compare `vmap` in chunks with all at once and with two implementations by hand: time and temporaries."""
     found, claims = [], []
     for rows, width in cases:
         x = jax.random.normal(jax.random.key(0), (rows, width))
@@ -142,7 +142,7 @@ def chunks(cases: tuple[tuple[int, int], ...], sizes: tuple[int, ...], rounds: i
                     "rows": f"{rows} of {width}",
                     "chunk_size": "all" if name == "whole" else k,
                     "ms": times[name]["ms"],
-                    "times all at once": ratio(times, name, "whole"),
+                    "time / all at once": ratio(times, name, "whole"),
                     **{f"{other.split()[0]} by hand": ratio(times, other, "whole") for other in others},
                     "temporaries (MiB)": compiled[name].memory_analysis().temp_size_in_bytes / 2**20,
                 }
@@ -153,7 +153,7 @@ def chunks(cases: tuple[tuple[int, int], ...], sizes: tuple[int, ...], rounds: i
 
 
 def compare(times: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of a table of times, quickest first, with ours against the same strategy by hand."""
+    """Return table rows, fastest first, with the ratio of ours to the same strategy by hand."""
     rows = []
     for name, result in sorted(times.items(), key=lambda item: item[1]["ms"]["median"]):
         peer = name.replace("ours", "JAX")
@@ -169,7 +169,7 @@ def compare(times: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def measured(tuning: Any) -> list[dict[str, Any]]:
-    """What "auto" measured at its first step, as rows."""
+    """Return what "auto" measured at its first step as table rows."""
     return [
         {
             "": str(one.execution),
@@ -184,14 +184,14 @@ def measured(tuning: Any) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--mindspore", help="a Python with MindSpore 2.10: measure the table that has it, and no other")
+    parser.add_argument("--mindspore", help="Python with MindSpore 2.10; measures only the table that includes it")
     options = parser.parse_args()
     options.only = MINDSPORE if options.mindspore else options.only
     report = Report("ensemble", options, "flax", "optax", "torch")
     smoke = options.smoke
     rounds, seconds, batch = (2, 0.001, 4) if smoke else (15, 0.15, 64)
     strategies = ("vmap", "loop") if smoke else STRATEGIES
-    quick = {"tune_seconds": 0.001} if smoke else {}  # of the first table, "auto" tries all that it can
+    quick = {"tune_seconds": 0.001} if smoke else {}  # the tables of "auto" keep the default
     chunk_cases = (((16, 8),), (4,)) if smoke else (((1024, 256), (4096, 512)), (8, 32, 128, 512))
     generator = np.random.default_rng(0)
     labels = generator.integers(0, 10, batch).astype(np.int32)
@@ -204,7 +204,7 @@ def main() -> None:
             images = generator.normal(size=(batch, *shape)).astype(np.float32)
             if kind is Transformer:
                 images = generator.integers(0, 128, (batch, *shape)).astype(np.int32)
-            # A copy of the operations for each of 100 members takes minutes to compile.
+            # Unrolling 100 members takes minutes to compile.
             ways = tuple(name for name in strategies if name != "unroll" or size <= 10)
             x, y = jnp.asarray(images), jnp.asarray(labels)
             ensemble = Ensemble.create(kind, size, seed=0)
@@ -216,7 +216,7 @@ def main() -> None:
                     forward, train = torch_candidates(kind, size, images, labels)
                     jobs["forward"] |= forward
                     jobs["training step"] |= train
-            report.add(f"{title}: what auto measured for a training step", measured(tuning))
+            report.add(f"{title}: candidates of auto for a training step", measured(tuning))
             for job, candidates in jobs.items():
                 times = interleaved(candidates, rounds=2 * rounds if kind is MLP else rounds, seconds=seconds)
                 others = [name for name in times if not name.startswith("ours")]
@@ -226,22 +226,20 @@ def main() -> None:
     sizes = (2,) if smoke else (4, 8, 16, 32, 64)
     small = (8, ("1MiB",)) if smoke else (1000, (None, "16MiB", "4MiB", "1MiB"))
     parts: dict[str, Callable[[], Any]] = {
-        f"{kind.__name__}: a training step for each member": partial(
+        f"{kind.__name__}: time of a training step per member": partial(
             _scaling.over_members, kind, shape, sizes, batch, rounds, **quick
         )
         for kind, shape, _ in kinds[: 1 if smoke else 2]
     }
     parts |= {
-        "Very many small members": lambda: _scaling.many(*small, rounds, **quick),
+        "Many small members": lambda: _scaling.many(*small, rounds, **quick),
         MINDSPORE: lambda: _scaling.source_case(rounds, options.mindspore, "loop" if smoke else "auto"),
         "Overhead of an eager call": lambda: eager_overhead(2 if smoke else 101),
         "`vmap` in chunks": lambda: chunks(*chunk_cases, 2 if smoke else 21),
     }
     if not smoke and PLATFORM == "cpu":
         parts |= {
-            "LeNet-5, 10 members, batch 64, on two devices of the CPU": lambda: _scaling.elsewhere(
-                2, "two", str(rounds)
-            ),
+            "LeNet-5, 10 members, batch 64, on two CPU devices": lambda: _scaling.elsewhere(2, "two", str(rounds)),
             "Weak scaling: two members for each device": lambda: _scaling.elsewhere(8, "weak"),
         }
     report.measure(parts)

@@ -1,7 +1,7 @@
-"""What derivatives cost: `jacobian` against the better mode, memory budgets, products, batches, higher orders.
+"""Measure derivatives: `jacobian` and the faster mode, memory budgets, products, batches, higher orders.
 
 python benchmarks/jacobian.py            measure, and render the pages
-python benchmarks/jacobian.py --smoke    run everything small and once; write nothing
+python benchmarks/jacobian.py --smoke    run small cases once; write nothing
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def normal(seed: int, *shape: int) -> jax.Array:
 
 
 def modes(small: int, large: int, square: int, rounds: int, seconds: float) -> Tables:
-    """`jacobian` by itself, and both modes of JAX and of PyTorch."""
+    """Compare `jacobian` with both modes of JAX and of PyTorch."""
     rows, claims = [], []
     cases: dict[str, tuple[Callable[..., Any], int, int]] = {
         f"tanh(Wx), {small} to {large}": (dense, large, small),
@@ -91,11 +91,11 @@ def torch_candidates(summed: bool, weights: np.ndarray, x: np.ndarray) -> dict[s
 
 
 def budgets(size: int, hidden: int, limits: tuple[str, ...], chunks: tuple[int, ...], rounds: int) -> Tables:
-    """A perceptron's Jacobian: all at once, within budgets, and in chunks by hand."""
+    """Measure a perceptron's Jacobian: all at once, within budgets, and in chunks by hand."""
     first, second, x = normal(0, hidden, size), normal(1, size, hidden), normal(2, size)
 
     def by_hand(chunk: int) -> Callable[..., Any]:
-        """What one writes: `lax.map` over chunks of columns, transposed at the end."""
+        """Return `lax.map` over chunks of columns, transposed at the end."""
 
         def columns(first: jax.Array, second: jax.Array, x: jax.Array) -> jax.Array:
             _, push = jax.linearize(lambda x: perceptron(first, second, x), x)
@@ -123,7 +123,7 @@ def budgets(size: int, hidden: int, limits: tuple[str, ...], chunks: tuple[int, 
     name = f"Python loop by hand, {middle}"
     starts = [jnp.asarray(start) for start in range(0, size, middle)]
     candidates[name] = lambda: jnp.concatenate([one(first, second, x, start) for start in starts], axis=1)
-    # All blocks are held until they are put together.
+    # All blocks are in memory until they are concatenated.
     temporaries[name] = one.memory_analysis().temp_size_in_bytes + size * size * x.dtype.itemsize
     if torch is not None:
         a, b, point = (torch.tensor(np.asarray(leaf)) for leaf in (first, second, x))
@@ -139,7 +139,7 @@ def budgets(size: int, hidden: int, limits: tuple[str, ...], chunks: tuple[int, 
             "": name,
             "temporaries (MiB)": temporaries[name] / MIB if name in temporaries else None,
             "ms": found["ms"],
-            "times the dense": ratio(times, name, "dense (jax.jacfwd)"),
+            "time / dense": ratio(times, name, "dense (jax.jacfwd)"),
         }
         for name, found in times.items()
     ]
@@ -148,7 +148,7 @@ def budgets(size: int, hidden: int, limits: tuple[str, ...], chunks: tuple[int, 
 
 
 def products(size: int, batch: int) -> Tables:
-    """The operations of a Hessian-vector product, as XLA counts them."""
+    """Count the operations of a Hessian-vector product with XLA."""
 
     def flops(fun: Callable[..., Any], *args: Any) -> float:
         return jax.jit(fun).lower(*args).compile().cost_analysis()["flops"]
@@ -180,9 +180,11 @@ def products(size: int, batch: int) -> Tables:
 def against(
     other: str, candidates: dict[str, Callable[[], Any]], own: tuple[str, ...], rounds: int, seconds: float
 ) -> Tables:
-    """A row for each candidate: its time, and that against the time of `other`; claims for our `own`."""
+    """Return a row for each candidate, with its time relative to `other`, and claims for our `own`."""
     times = interleaved(candidates, rounds=rounds, seconds=seconds)
-    rows = [{"": name, "ms": found["ms"], f"times {other}": ratio(times, name, other)} for name, found in times.items()]
+    rows = [
+        {"": name, "ms": found["ms"], f"time / {other}": ratio(times, name, other)} for name, found in times.items()
+    ]
     others = [name for name in times if name.startswith(("jax.", "torch."))]
     return rows, [claim(times, name, others) for name in own]
 
@@ -192,7 +194,7 @@ def ready(fun: Callable[..., Any], *args: Any) -> Callable[[], Any]:
 
 
 def product_times(size: int, rounds: int, seconds: float) -> Tables:
-    """A Hessian-vector product of sum(sin x), the case of PyTorch's tutorial."""
+    """Measure a Hessian-vector product of sum(sin x), as in PyTorch's tutorial."""
     x, v = normal(0, size), normal(1, size)
 
     def fun(x: jax.Array) -> jax.Array:
@@ -214,7 +216,7 @@ def product_times(size: int, rounds: int, seconds: float) -> Tables:
 
 
 def batches(batch: int, inputs: int, outputs: int, rounds: int, seconds: float) -> Tables:
-    """A Jacobian for each sample of a batch, the case of PyTorch's tutorial."""
+    """Measure a Jacobian for each sample of a batch, as in PyTorch's tutorial."""
     weights, x = normal(0, outputs, inputs), normal(1, batch, inputs)
 
     def fun(x: jax.Array) -> jax.Array:
@@ -234,7 +236,7 @@ def batches(batch: int, inputs: int, outputs: int, rounds: int, seconds: float) 
 
 
 def higher_orders(size: int, orders: tuple[int, ...], rounds: int, seconds: float) -> Tables:
-    """`derivative`, which takes Taylor mode here, against nested `jax.jvp`: exp(sin x) of case 3, and a perceptron."""
+    """Compare `derivative`, which uses Taylor mode here, with nested `jax.jvp`, for exp(sin x) and a perceptron."""
     x, weights = normal(0, size), normal(1, size, size)
     rows, claims = [], []
     for title, fun in (
@@ -244,7 +246,7 @@ def higher_orders(size: int, orders: tuple[int, ...], rounds: int, seconds: floa
         for order in orders:
             nested: Callable[..., Any] = fun
             for _ in range(order):
-                nested = lambda x, f=nested: jax.jvp(f, (x,), (jnp.ones_like(x),))[1]  # noqa: E731 (nested again and again: a name for each is of no use)
+                nested = lambda x, f=nested: jax.jvp(f, (x,), (jnp.ones_like(x),))[1]  # noqa: E731 (redefined at each order)
             candidates = {"derivative": ready(derivative(fun, order), x), "nested jax.jvp": ready(nested, x)}
             times = interleaved(candidates, rounds=rounds, seconds=seconds)
             rows.append(
@@ -268,7 +270,7 @@ def main() -> None:
     length, (batch, inputs, outputs), width = (8, (4, 3, 5), 4) if smoke else (2048, (64, 31, 33), 512)
     whole = f"A perceptron's Jacobian, {size} to {size}, {hidden} hidden: {size * size * 4 / MIB:.0f} MiB of result"
     parts: dict[str, Callable[[], Tables]] = {
-        "`jacobian` picks its mode": lambda: modes(*((4, 16, 8, 2, 0.001) if smoke else (32, 2048, 512, 15, 0.05))),
+        "`jacobian` chooses its mode": lambda: modes(*((4, 16, 8, 2, 0.001) if smoke else (32, 2048, 512, 15, 0.05))),
         whole: lambda: budgets(size, hidden, limits, chunks, 2 if smoke else 3),
         "Operations of `hvp`": lambda: products(*((8, 4) if smoke else (256, 64))),
         f"A Hessian-vector product of sum(sin x), {length} numbers": lambda: product_times(length, rounds, seconds),

@@ -1,7 +1,7 @@
-"""What long runs cost: steps as members leave, the look at what is not finite, and batches of each member's own.
+"""Measure the cost of long runs: stopped members, the check for non-finite values, and batches per member.
 
 python benchmarks/long_runs.py            measure, and render the pages
-python benchmarks/long_runs.py --smoke    run everything small and once; write nothing
+python benchmarks/long_runs.py --smoke    run small cases once; write nothing
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from plurax.ensemble import Batches, EarlyStopping, Ensemble, Trainer
 
 
 class Timed:
-    """The same batch again and again; it notes when each is asked for."""
+    """An iterator over one repeated batch that records the time of each request."""
 
     def __init__(self, batch: Any) -> None:
         self.batch = batch
@@ -35,7 +35,7 @@ class Timed:
 
 
 def example(kind: type, batch: int) -> tuple[jax.Array, jax.Array]:
-    """A batch for a kind of model."""
+    """Return a batch for a kind of model."""
     generator = np.random.default_rng(0)
     if kind is Transformer:
         x = generator.integers(0, 128, (batch, 32)).astype(np.int32)
@@ -46,7 +46,7 @@ def example(kind: type, batch: int) -> tuple[jax.Array, jax.Array]:
 
 
 def leaving(kind: type, size: int, every: int, batch: int, strategy: str) -> Tables:
-    """Steps of a run in which half of the members stop at every evaluation but the first, against runs of as many."""
+    """Time steps while half of the members stop at each evaluation but the first, and steps of smaller ensembles."""
     given = example(kind, batch)
     trainer = Trainer(cross_entropy, optax.adam(LEARNING_RATE), strategy=strategy)
     sizes: list[int] = []
@@ -65,7 +65,7 @@ def leaving(kind: type, size: int, every: int, batch: int, strategy: str) -> Tab
         state = trainer.init(Ensemble.create(kind, size, seed=0))
         trainer.fit(state, timed, steps=steps, progress=False, early_stopping=stopping)
         gaps = np.diff(timed.asked)
-        # Of each stretch the second half: programs are compiled in the first.
+        # Use the second half of each stretch, since programs are compiled in the first.
         for k in range(len(counts)):
             part = gaps[every * k + every // 2 + (every if k else 0) : every * (k + 2) - 1]
             for_all[way, k] = spread(part * 1e3)
@@ -78,7 +78,7 @@ def leaving(kind: type, size: int, every: int, batch: int, strategy: str) -> Tab
         {
             "active members": count,
             "ms per step": for_all["leave", k],
-            "of the first row": for_all["leave", k]["median"] / for_all["leave", 0]["median"],
+            "relative to the first row": for_all["leave", k]["median"] / for_all["leave", 0]["median"],
             "all members kept (ms)": for_all["stay", k],
             "an ensemble of that size (ms)": alone[k],
         }
@@ -88,7 +88,7 @@ def leaving(kind: type, size: int, every: int, batch: int, strategy: str) -> Tab
 
 
 def freezing(cases: list[tuple[type, int, tuple[str, ...]]], batch: int, rounds: int, seconds: float) -> Tables:
-    """A step with the look at loss and gradients, and without, both executed alike; all of a case take turns."""
+    """Time steps with and without the check of loss and gradients, with the same execution, alternately."""
     rows = []
     for kind, size, strategies in cases:
         given = example(kind, batch)
@@ -98,11 +98,11 @@ def freezing(cases: list[tuple[type, int, tuple[str, ...]]], batch: int, rounds:
             for way in ("ignore", "freeze"):
                 trainer = Trainer(cross_entropy, optax.adam(LEARNING_RATE), strategy=strategy, nonfinite=way)
                 state = trainer.init(Ensemble.create(kind, size, seed=0))
-                # "auto" chooses once, without the look.
-                found[strategy] = execution = trainer._stepper.advance(state, given, found.get(strategy))[2]
+                # "auto" chooses once, without the check.
+                found[strategy] = execution = trainer._stepper.advance(state, [given], found.get(strategy))[2]
 
                 def step(state: Any, trainer: Trainer = trainer, execution: Any = execution, given: Any = given) -> Any:
-                    return trainer._stepper.advance(state, given, execution)[:2]
+                    return trainer._stepper.advance(state, [given], execution)[:2]
 
                 candidates[strategy, way] = chained(step, state)
         times = interleaved(candidates, rounds=rounds, seconds=seconds)
@@ -120,7 +120,7 @@ def freezing(cases: list[tuple[type, int, tuple[str, ...]]], batch: int, rounds:
 
 
 def sampling(count: int, members: int, rounds: int) -> Tables:
-    """Drawing a batch of 64 for each member from one copy of the data, against a copy for each."""
+    """Time drawing a batch of 64 for each member from shared data, and from a copy of the data for each member."""
     data = jnp.zeros((count, 784)), jnp.zeros(count, jnp.int32)
     key = jax.random.key(0)
     shared, own = (
@@ -128,12 +128,12 @@ def sampling(count: int, members: int, rounds: int) -> Tables:
     )
     copies = jax.tree.map(lambda x: jnp.array(np.repeat(x[None], members, 0)), data)
     take = jax.jit(jax.vmap(lambda data, index: jax.tree.map(lambda x: x[index], data)))
-    # Other rows each time, as in training: those of the time before are in the processor's caches.
+    # New rows each time, as in training, since the previous rows are in the processor's caches.
     rows = cycle(list(jax.random.randint(key, (64, members, 64), 0, count)))
     names = (
         "one batch for all members",
         f"a bootstrap sample for each of {members} members",
-        "the same, with a copy of the data for each",
+        "the same, with a copy of the data per member",
     )
     ways = (lambda: next(shared), lambda: next(own), lambda: take(copies, next(rows)))
     times = interleaved(dict(zip(names, ways, strict=True)), rounds=rounds, seconds=0.05)

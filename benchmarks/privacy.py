@@ -1,8 +1,8 @@
-"""What a clipped sum of per-sample gradients costs, against the ordinary gradient and other ways to it.
+"""Compare the clipped sum of per-sample gradients with the ordinary gradient and with other implementations.
 
 python benchmarks/privacy.py               measure, and render the pages
 python benchmarks/privacy.py --only GPT    measure the jobs with GPT in their titles; keep the other tables
-python benchmarks/privacy.py --smoke       run everything small and once; write nothing
+python benchmarks/privacy.py --smoke       run small cases once; write nothing
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OURS = 'clipped_grad, "auto"'
 
 
 class Job(NamedTuple):
-    """A loss of parameters, of inputs and of labels, with all three, and the name of its model in PyTorch."""
+    """A loss of parameters, inputs and labels, with these arguments, and the name of the model in PyTorch."""
 
     loss: Callable[..., jax.Array]
     params: Any
@@ -44,7 +44,7 @@ class Job(NamedTuple):
 
 
 class Way(NamedTuple):
-    """A compiled call, what it should return, and what is known of it."""
+    """A compiled call, its expected result, and its measurements."""
 
     call: Callable[[], Any]
     expected: Any = None
@@ -78,7 +78,7 @@ def mlp(generator: np.random.Generator, batch: int, sizes: tuple[int, ...]) -> J
 
 
 def cnn(generator: np.random.Generator, batch: int, side: int) -> Job:
-    """Convolutions of 32 and 64 channels, pooling, 9216-128-10 (at 28 by 28 pixels)."""
+    """Return a CNN: convolutions of 32 and 64 channels, pooling, 9216-128-10 (for 28 by 28 pixels)."""
     flat = 64 * ((side - 4) // 2) ** 2
     params = {
         "conv1": (normal(generator, 3, 3, 1, 32), jnp.zeros(32)),
@@ -122,9 +122,9 @@ def lstm(generator: np.random.Generator, batch: int, length: int, inputs: int, h
 
 
 def gpt(batch: int, length: int, layers: int, width: int, vocabulary: int, plain: bool = False) -> Job:
-    """Blocks of causal attention in four heads; the head is the embedding, unless `params` have one of their own.
+    """Return a GPT with four attention heads; the output head is tied to the embedding, unless `params` has a head.
 
-    With `plain`, the loss is written with `jax.nn.log_softmax`, instead of taken from optax.
+    With `plain`, the loss uses `jax.nn.log_softmax` instead of optax.
     """
     generator, heads = np.random.default_rng(0), 4
 
@@ -172,7 +172,7 @@ def labels(generator: np.random.Generator, batch: int, classes: int) -> jax.Arra
 
 
 def clipped(loss: Callable[..., jax.Array], params: Any, x: jax.Array, y: jax.Array) -> Any:
-    """One example's gradient, clipped: what one writes by hand."""
+    """Return the clipped gradient of one example, by hand."""
     gradient = jax.grad(loss)(params, x[None], y[None])
     factor = jnp.minimum(1, CLIP / optax.global_norm(gradient))
     return jax.tree.map(lambda leaf: leaf * factor, gradient)
@@ -197,7 +197,7 @@ def by_scan(job: Job) -> Callable[..., Any]:
 
 
 def by_python(job: Job) -> Way:
-    """A call for each example, which adds to the sum in place."""
+    """Return a Python loop with a call for each example, which adds to the sum in place."""
 
     def add(total: Any, params: Any, x: jax.Array, y: jax.Array) -> Any:
         return jax.tree.map(jnp.add, total, clipped(job.loss, params, x, y))
@@ -215,7 +215,7 @@ def by_python(job: Job) -> Way:
 
 def compiled(fun: Callable[..., Any], *args: Any, **options: Any) -> Way:
     start = time.perf_counter()
-    lowered = jax.jit(lambda *args: fun(*args), **options).lower(*args)  # a function of its own, so traced anew
+    lowered = jax.jit(lambda *args: fun(*args), **options).lower(*args)  # a new function, so it is traced again
     tracing = time.perf_counter() - start
     run = lowered.compile()
     return Way(partial(run, *args), temporaries=run.memory_analysis().temp_size_in_bytes, tracing=tracing)
@@ -228,7 +228,7 @@ def once(call: Callable[[], Any]) -> float:
 
 
 def ways_of_jax(job: Job, few: bool) -> dict[str, Way]:
-    """Ours, by hand, and jax_privacy; or only a `few` of them."""
+    """Return our methods, those by hand, and jax_privacy; or only a `few` of them."""
     args = (job.params, job.x, job.y)
     options: dict[str, Any] = {"l2_clip_norm": CLIP, "batch_argnums": (1, 2)}
     found = {
@@ -247,7 +247,7 @@ def ways_of_jax(job: Job, few: bool) -> dict[str, Way]:
     ):
         fun = clipped_grad(job.loss, method=method, microbatch_size=size, **options)
         found[f'clipped_grad, "{method}"{note}'] = compiled(fun, *args)
-    found[BY_VMAP] = found.pop(BY_VMAP)  # the rows of one library together
+    found[BY_VMAP] = found.pop(BY_VMAP)  # keeps the rows of a library together
     found["by hand: scan of grad, one at a time"] = compiled(by_scan(job), *args)
     found["by hand: Python loop, a compiled call for each"] = by_python(job)
     if jax_privacy is not None:
@@ -258,22 +258,22 @@ def ways_of_jax(job: Job, few: bool) -> dict[str, Way]:
 
 
 def best_of_jax_privacy(job: Job) -> tuple[str, int, Way]:
-    """jax_privacy with as many examples at a time as are quickest: in words, how many, and compiled."""
+    """Find the fastest microbatch size of jax_privacy; return its label, the size, and the compiled call."""
     options: dict[str, Any] = {"l2_clip_norm": CLIP, "batch_argnums": (1, 2)}
     args, found = (job.params, job.x, job.y), {}
     for size in (2**i for i in range(10) if 2**i < len(job.x)):
         way = compiled(jax_privacy.clipped_grad(job.loss, microbatch_size=size, **options), *args)
         found[size] = min(once(way.call) for _ in range(2)), way
         if found[size][0] > 3 * min(seconds for seconds, _ in found.values()):
-            break  # the more gradients are held, the slower it gets; how far was looked is in the name
+            break  # larger sizes are slower still; the label names the largest tried
     best = min(found, key=lambda size: found[size][0])
     return f"jax_privacy, {best} at a time (its best of 1 to {max(found)})", best, found[best][1]
 
 
 def ways_of_torch(job: Job, ordinary: Any, total: Any) -> dict[str, Way]:
-    """PyTorch's gradient and Opacus's sums, which should be those of JAX."""
+    """Return PyTorch's gradient and Opacus's clipped sums, with the results expected from JAX."""
     module, data = partial(_opacus.model, job.twin), (job.x, job.y)
-    # PyTorch's norm of an embedding's two million numbers is off by 3e-4: it adds them up in float32.
+    # PyTorch's norm of an embedding with two million numbers has an error of 3e-4: it sums in float32.
     tolerance = 1e-3 if job.twin == "gpt" else 1e-4
 
     def way(call: Callable[[], Any], expected: Any) -> Way:
@@ -292,7 +292,7 @@ def ways_of_torch(job: Job, ordinary: Any, total: Any) -> dict[str, Way]:
         name = "Opacus, ghost" + note.get(job.twin, "")
         found[name] = way(_opacus.ghost(module(job.params), *data, CLIP), total)
         return found
-    # Opacus refuses ghost norms of tied parameters. Two matrices are in its favor: no products of their gradients.
+    # Opacus does not support ghost norms of tied parameters. Untied ones favor it: no products of their gradients.
     untied = job.params | {"head": job.params["embedding"]}
     call = _opacus.ghost(module(job.params), *data, CLIP, use_ghost_clipping=False)
     found["Opacus, fast gradient clipping (ghost without ghost norms)"] = way(call, total)
@@ -302,7 +302,7 @@ def ways_of_torch(job: Job, ordinary: Any, total: Any) -> dict[str, Way]:
 
 
 def agree(found: Any, expected: Any, tolerance: float) -> bool:
-    """Whether the norm of each array's error is within `tolerance`, relative to the norm of what is expected."""
+    """Return whether the error norm of each array is within `tolerance` of the expected norm."""
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
     return all(np.linalg.norm(np.asarray(a) - b) < tolerance * np.linalg.norm(b) for a, b in pairs)
 
@@ -315,7 +315,7 @@ def measure(job: Job, rounds: int, seconds: float, few: bool) -> Tables:
         ways |= ways_of_torch(job, ordinary, total)
     for name, way in ways.items():
         if not agree(way.call(), way.expected, way.tolerance):
-            raise RuntimeError(f"{name}: the result is not that of JAX's ordinary gradient, or of its sum by hand")
+            raise RuntimeError(f"{name}: the result differs from JAX's ordinary gradient, or from the sum by hand")
     times = interleaved({name: way.call for name, way in ways.items()}, rounds=rounds, seconds=seconds)
     first = ways[ORDINARY].temporaries
     rows = [
@@ -357,7 +357,7 @@ def main() -> None:
     options = arguments(__doc__).parse_args()
     report, smoke = Report("privacy", options, "jax-privacy", "torch", "opacus"), options.smoke
     if smoke:
-        jax.config.update("jax_disable_most_optimizations", True)  # which compiles in half the time
+        jax.config.update("jax_disable_most_optimizations", True)  # halves the compile time
     if torch is not None:
         torch.set_num_threads(2)
     sizes = (2, 0.001) if smoke else (5, 0.1)

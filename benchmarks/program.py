@@ -1,7 +1,7 @@
-"""What is said of programs: is it all of the time, is it the right place, is a change one, and what does folding save?
+"""Check the output of `profile`, `trace_diff`, `fold_bn` and `count_layout_ops`, and measure the gain of folding.
 
 python benchmarks/program.py            measure, and render the pages
-python benchmarks/program.py --smoke    run everything small and once; write nothing
+python benchmarks/program.py --smoke    run small cases once; write nothing
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def step(model: nnx.Module, x: jax.Array, y: jax.Array) -> Any:
 
 
 def models(smoke: bool) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """What is profiled, by name: a function and its arguments."""
+    """Return the functions to profile, with their arguments, by name."""
     batch, side, width = (2, 32, 4) if smoke else (64, 224, 64)
     labels = jnp.arange(batch) % 10
     tokens = jnp.arange(32 * batch).reshape(batch, 32) % 128
@@ -53,7 +53,7 @@ def models(smoke: bool) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
 
 
 def attributed(smoke: bool) -> Tables:
-    """How much of the time has a scope or a line."""
+    """Measure the share of the time that is attributed to a scope or a line."""
     rows = []
     for name, (fun, args) in list(models(smoke).items())[:: 4 if smoke else 1]:
         found = profile(fun, *args, repeats=2 if smoke else CALLS)
@@ -71,7 +71,7 @@ def attributed(smoke: bool) -> Tables:
 
 
 def places(smoke: bool, rounds: int, seconds: float) -> Tables:
-    """What a profile says of layers of very different cost, and what each takes when it is compiled alone."""
+    """Compare the profiled times of layers of very different cost with the times when compiled alone."""
     size, batch = (16, 8) if smoke else (64, 64)
     w3, w1, dense = normal(3, 3, size, size), normal(1, 1, size, size), normal(size, size)
     layers: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -86,7 +86,7 @@ def places(smoke: bool, rounds: int, seconds: float) -> Tables:
     def all_layers(x: jax.Array) -> jax.Array:
         for name, layer in layers.items():
             with jax.named_scope(name):
-                # XLA shall not fuse what is compared with what is compiled alone.
+                # Barriers prevent fusion, so that layers are comparable with those compiled alone.
                 x = jax.lax.optimization_barrier(layer(jax.lax.optimization_barrier(x)))
         return x
 
@@ -98,7 +98,7 @@ def places(smoke: bool, rounds: int, seconds: float) -> Tables:
     alone = interleaved(
         {name: partial(jax.jit(layer), x) for name, layer in layers.items()}, rounds=rounds, seconds=seconds
     )
-    # Others on the machine slow down both, and not alike: what is compared are parts of the sum of all.
+    # Other processes slow both measurements down differently, so shares of the sum are compared.
     sums = [sum(turns) / 100 for turns in zip(*(alone[name]["turns"] for name in layers), strict=True)]
     rows = [
         {
@@ -118,7 +118,7 @@ def convolution(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def differences(smoke: bool, runs: int) -> Tables:
-    """How often a difference is found that is there, and one that is not."""
+    """Count how often real differences and false ones are reported."""
     size, layers = (16, 3) if smoke else (256, 8)
     ws, x = [normal(size, size) / size**0.5] * layers, normal(size, size)
 
@@ -172,7 +172,7 @@ class ConvBN(nnx.Module):
 
 
 def folding(smoke: bool, rounds: int, seconds: float) -> Tables:
-    """What is saved by folding batch norms into the weights."""
+    """Measure the gain of folding batch norms into the weights."""
     width, side = (4, 32) if smoke else (64, 224)
     small = ConvBN(16, nnx.Rngs(0))
     small.eval()
@@ -188,7 +188,7 @@ def folding(smoke: bool, rounds: int, seconds: float) -> Tables:
 
         folded, params, report = fold_bn(apply, state, x)
         before, after = (jax.jit(fun).lower(p, x).compile() for fun, p in ((apply, state), (folded, params)))
-        apart = jnp.abs(before(state, x) - after(params, x)).max() / jnp.abs(before(state, x)).max()
+        deviation = jnp.abs(before(state, x) - after(params, x)).max() / jnp.abs(before(state, x)).max()
         calls = {"jax.jit": partial(before, state, x), "fold_bn": partial(after, params, x)}
         times = interleaved(calls, rounds=rounds, seconds=seconds)
         moved = [program.cost_analysis()["bytes accessed"] / 1e6 for program in (before, after)]
@@ -196,7 +196,7 @@ def folding(smoke: bool, rounds: int, seconds: float) -> Tables:
             {
                 "model": name,
                 "folded / kept": f"{len(report.folded)} / {len(report.kept)}",
-                "largest difference": float(apart),
+                "largest difference": float(deviation),
                 "rsqrt": " to ".join(str(program.as_text().count(" rsqrt(")) for program in (before, after)),
                 "bytes accessed (MB)": " to ".join(f"{x:.1f}" for x in moved),
                 "before (ms)": times["jax.jit"]["ms"],
@@ -209,7 +209,7 @@ def folding(smoke: bool, rounds: int, seconds: float) -> Tables:
 
 
 def orders(smoke: bool, rounds: int, seconds: float) -> Tables:
-    """The same network with channels last and with channels first."""
+    """Compare a network with channels last and with channels first."""
     arguments = given(*((1, 8, 4, 2) if smoke else (8, 56, 32, 5)))
     calls = {order: partial(jax.jit(network(order)), *args) for order, args in arguments.items()}
     times = interleaved(calls, rounds=rounds, seconds=seconds)

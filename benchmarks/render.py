@@ -3,7 +3,7 @@
 python benchmarks/render.py
 
 Each file holds the versions, the device, and tables: rows, and comparisons with others' best. A run on an accelerator
-has a file of its own. A measured cell holds a median, and quartiles where they are known.
+has a separate file. A measured cell holds a median, and quartiles where they are known.
 """
 
 from __future__ import annotations
@@ -154,18 +154,18 @@ def pages(here: Path = HERE) -> dict[str, str]:
         before, _, rest = texts[file].partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition(f"<!-- /{name} -->")
         if not end:
-            raise ValueError(f"{file} has no place for {name}: write the lines <!-- {name} --> and <!-- /{name} -->")
+            raise ValueError(f"{file} has no marks for {name}; add the lines <!-- {name} --> and <!-- /{name} -->")
         texts[file] = f"{before}<!-- {name} -->\n{content}\n{end}{after}"
     return texts
 
 
 def rows_of(tables: dict[str, Any], start: str) -> list[dict[str, Any]]:
-    """The rows of the table whose title starts so."""
+    """Return the rows of the table whose title begins with `start`."""
     return next(one["rows"] for title, one in tables.items() if title.startswith(start))
 
 
 def bars(axis: Any, cells: dict[str, tuple[dict[str, Any], str, str]], title: str) -> None:
-    """Horizontal bars with their quartiles, each with its words: a cell, a color and the words for each name."""
+    """Draw horizontal bars with quartiles from a cell, a color and a label for each name."""
     medians = [cell["median"] for cell, *_ in cells.values()]
     ends = [cell.get("quartiles") or [cell["median"]] * 2 for cell, *_ in cells.values()]
     errors = [
@@ -205,16 +205,16 @@ def draw_dpsgd(tables: dict[str, Any], plt: Any) -> Any:
                 times = "" if color == PALE else f", ×{number(best['time / ordinary step']['median'])}"
                 cells[name] = (best["ms"], color, f"{number(best['ms']['median'])} ms{times}")
         bars(axis, cells, f"{network.split()[0]}, batch {title.partition('batch ')[2].partition(',')[0]}")
-    figure.suptitle("Time of a DP-SGD step, noise included; × the time of an ordinary step of the same library")
+    figure.suptitle("Time of a DP-SGD step including noise (×: median ratio to an ordinary step of the same library)")
     return figure
 
 
 def draw_ensemble(tables: dict[str, Any], plt: Any) -> Any:
     """Draw the time per member over the number of members, and the candidates of auto."""
     figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
-    styles = {"loop by hand (ms for each)": ("s--", GRAY), "a step (ms for each)": ("o-", BLUE)}
+    styles = {"loop by hand (ms per member)": ("s--", GRAY), "a step (ms per member)": ("o-", BLUE)}
     for kind in ("MLP", "LeNet5"):
-        rows = rows_of(tables, f"{kind}: a training step for each")
+        rows = rows_of(tables, f"{kind}: time of a training step per")
         sizes = [row["members"] for row in rows]
         for key, (style, color) in styles.items():
             cells = [row[key] for row in rows]
@@ -227,15 +227,17 @@ def draw_ensemble(tables: dict[str, Any], plt: Any) -> Any:
             axes[0].annotate(words, place, xytext=(0, lift), textcoords="offset points", ha="center", color=color)
     axes[0].set(xscale="log", yscale="log", xlabel="members")
     low, high = axes[0].get_ylim()
-    axes[0].set_ylim(low / 1.6, high * 1.6)  # room for the words
-    axes[0].set_title("A training step: ms for each member", loc="left", fontsize=10)
+    axes[0].set_ylim(low / 1.6, high * 1.6)  # room for the labels
+    axes[0].set_title("Training step: ms per member", loc="left", fontsize=10)
     axes[0].set_xticks(sizes, [str(size) for size in sizes])
     ticks = [x for power in range(-3, 4) for x in (10.0**power, 2 * 10.0**power, 5 * 10.0**power)]
     ticks = [x for x in ticks if low / 1.6 <= x <= high * 1.6]
     axes[0].set_yticks(ticks, [f"{x:g}" for x in ticks])
     axes[0].minorticks_off()
     for axis, kind in zip(axes[1:], ("MLP", "LeNet5"), strict=True):
-        rows = [row for row in rows_of(tables, f"{kind}, 10 members, batch 64: what auto") if row["ms"] is not None]
+        rows = [
+            row for row in rows_of(tables, f"{kind}, 10 members, batch 64: candidates of auto") if row["ms"] is not None
+        ]
         cells = {
             row[""].replace(", convolutions as products", "\nas products"): (
                 {"median": row["ms"]},
@@ -244,12 +246,12 @@ def draw_ensemble(tables: dict[str, Any], plt: Any) -> Any:
             )
             for row in rows
         }
-        bars(axis, cells, f"What auto measured: {kind}, 10 members")
+        bars(axis, cells, f"Candidates of auto: {kind}, 10 members")
     return figure
 
 
 def draw_jacobian(tables: dict[str, Any], plt: Any) -> Any:
-    """Draw memory and time of one Jacobian: dense, within budgets (a line marks each budget), and in chunks."""
+    """Draw memory and time of a Jacobian: dense, within budgets (a line marks each budget), and in chunks."""
     rows = {row[""]: row for row in rows_of(tables, "A perceptron's Jacobian")}
     budgets = [int(found[1]) if (found := re.search('memory_budget="(\\d+)MiB"', name)) else 0 for name in rows]
     figure, axes = plt.subplots(1, 2, figsize=(11, 3.5), layout="constrained")
@@ -257,7 +259,7 @@ def draw_jacobian(tables: dict[str, Any], plt: Any) -> Any:
     for (name, row), budget in zip(rows.items(), budgets, strict=True):
         color = BLUE if re.match("memory_budget|chunk_size", name) else PALE
         held = row["temporaries (MiB)"]
-        words = "not known" if held is None else number(held) + f", of {budget}" * bool(budget)
+        words = "unknown" if held is None else number(held) + f" (budget {budget})" * bool(budget)
         memory[name] = {"median": held or 0, "quartiles": [held or 0, max(held or 0, budget)]}, color, words
         times[name] = row["ms"], color, f"{number(row['ms']['median'] / 1e3)} s"
     bars(axes[0], memory, "Temporaries (MiB), without the 64 MiB result")
@@ -277,19 +279,19 @@ def draw_sparse(tables: dict[str, Any], plt: Any) -> Any:
             if cell:
                 ends = cell.get("quartiles") or [cell["median"]] * 2
                 axis.plot(ends, [place + lift] * 2, color=color, linewidth=1.5)
-                label = name if name == "dense" else f"{name}, sparse too"
+                label = name if name == "dense" else f"{name} (sparse)"
                 axis.plot(cell["median"], place + lift, mark, color=color, label=label if place == 0 else None)
-                words = number(cell["median"]) if cell["median"] > 1.5 else ""  # near ours there is no place for them
+                words = number(cell["median"]) if cell["median"] > 1.5 else ""  # no room for labels close to 1
                 offset = {"xytext": (6, 0), "textcoords": "offset points"}
                 axis.annotate(words, (ends[1], place + lift), **offset, va="center", color=color)
     axis.axvline(1, color=BLUE, linewidth=1.5)
-    axis.annotate("ours", (1, -0.75), xytext=(-4, 0), textcoords="offset points", color=BLUE, ha="right", va="center")
+    axis.annotate("Plurax", (1, -0.75), xytext=(-4, 0), textcoords="offset points", color=BLUE, ha="right", va="center")
     axis.set_yticks(range(len(rows)), [row["problem"] for row in rows])
     axis.set_ylim(len(rows) - 0.5, -1)
     axis.set_xscale("log")
     axis.set_xticks([0.5, 1, 10, 100, 1000], ["0.5", "1", "10", "100", "1,000"])
     axis.minorticks_off()
-    axis.set_title("Time of a compiled Jacobian or Hessian, times ours", loc="left", fontsize=10)
+    axis.set_title("Time of a compiled Jacobian or Hessian, relative to Plurax", loc="left", fontsize=10)
     axis.legend(loc="center", bbox_to_anchor=(0.42, 0.6), frameon=False)
     return figure
 
@@ -303,8 +305,8 @@ def draw_compile(tables: dict[str, Any], plt: Any) -> Any:
     names = {name: name.replace("remat=", "scan_layers,\nremat=") for name in colors}
     by_name = {row[head]: row for row in rows}
     for axis, key, unit, title in (
-        (axes[0], "compile (s)", "s", f"{head} of a transformer: compiling"),
-        (axes[1], "step (ms)", "ms", "A step: value and gradient"),
+        (axes[0], "compile (s)", "s", f"{head} of a transformer: compile time"),
+        (axes[1], "step (ms)", "ms", "Step time: value and gradient"),
     ):
         cells = {
             names[name]: (by_name[name][key], color, f"{number(by_name[name][key]['median'])} {unit}")
@@ -321,7 +323,7 @@ def draw_compile(tables: dict[str, Any], plt: Any) -> Any:
         )
         for row in first
     }
-    bars(axes[2], cells, "A new process: first gradient of a CNN")
+    bars(axes[2], cells, "First gradient of a CNN in a new process")
     return figure
 
 

@@ -1,7 +1,7 @@
-"""Sparse Jacobians and Hessians against dense ones and against asdex and sparsejac alone; Laplacians and traces.
+"""Compare sparse Jacobians and Hessians with dense ones, asdex and sparsejac; measure Laplacians and traces.
 
 python benchmarks/sparse.py            measure, and render the pages
-python benchmarks/sparse.py --smoke    run everything small and once; write nothing
+python benchmarks/sparse.py --smoke    run small cases once; write nothing
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SAMPLES = (4, 16, 64)
 
 
 class Problem(NamedTuple):
-    """A function and where to take its Jacobian, or its Hessian if it is a scalar."""
+    """A function, and the point of its Jacobian, or of its Hessian for a scalar function."""
 
     name: str
     fun: Callable[[jax.Array], jax.Array]
@@ -35,7 +35,7 @@ class Problem(NamedTuple):
 
 
 def brusselator(y: jax.Array) -> jax.Array:
-    """A reaction of two substances that spread along a line."""
+    """Return the rates of two substances that react and diffuse along a line."""
     u, v = jnp.split(y, 2)
 
     def even_out(x: jax.Array) -> jax.Array:
@@ -46,7 +46,7 @@ def brusselator(y: jax.Array) -> jax.Array:
 
 
 def heat(y: jax.Array) -> jax.Array:
-    """Heat on a square whose conductivity grows with the temperature."""
+    """Return the rate of heat flow on a square whose conductivity grows with the temperature."""
     side = int(y.size**0.5)
     wide = jnp.pad(y.reshape(side, side), 1)
     flow = [jnp.diff(wide[1:-1] ** 3, axis=1), jnp.diff(wide[:, 1:-1] ** 3, axis=0)]
@@ -54,12 +54,12 @@ def heat(y: jax.Array) -> jax.Array:
 
 
 def arrow(x: jax.Array) -> jax.Array:
-    """A full row, a full column, and a diagonal."""
+    """Return a function value whose Jacobian is a full row, a full column and a diagonal."""
     return jnp.concatenate([jnp.sin(x[:1]) * x.sum(), x[1:] ** 2 + x[0] * x[1:]])
 
 
 def convnet(x: jax.Array) -> jax.Array:
-    """Two 3 x 3 convolutions, from an image to an image."""
+    """Map an image to an image with two 3 x 3 convolutions."""
     side = int(x.size**0.5)
     convolve = partial(
         jax.lax.conv_general_dilated,
@@ -77,7 +77,7 @@ def rosenbrock(x: jax.Array) -> jax.Array:
 
 
 def chained_wood(x: jax.Array) -> jax.Array:
-    """Wood's function of four numbers, again and again along the numbers."""
+    """Return the sum of Wood's function over overlapping groups of four inputs."""
     a, b, c, d = x[:-3:2], x[1:-2:2], x[2:-1:2], x[3::2]
     first = 100 * (a**2 - b) ** 2 + (a - 1) ** 2
     second = 90 * (c**2 - d) ** 2 + (1 - c) ** 2
@@ -85,7 +85,7 @@ def chained_wood(x: jax.Array) -> jax.Array:
 
 
 def chained_powell(x: jax.Array) -> jax.Array:
-    """The residuals of Powell's singular function of four numbers, likewise."""
+    """Return the residuals of Powell's singular function for overlapping groups of four inputs."""
     a, b, c, d = x[:-3:2], x[1:-2:2], x[2:-1:2], x[3::2]
     return jnp.stack([a + 10 * b, 5**0.5 * (c - d), (b - 2 * c) ** 2, 10**0.5 * (a - d) ** 2], 1).ravel()
 
@@ -123,12 +123,12 @@ def of_asdex(problem: Problem) -> Callable[..., Any]:
 
 
 def of_sparsejac(problem: Problem, pattern: Any) -> Callable[..., Any]:
-    """It does not look for the pattern: it is given."""
+    """Return the Jacobian of sparsejac, which needs the pattern as an argument."""
     return sparsejac.jacfwd(jax.grad(problem.fun) if problem.scalar else problem.fun, pattern)
 
 
 def prepared(make: Callable[[], Callable[..., Any]], x: jax.Array) -> tuple[Callable[[], Any], float, float]:
-    """The compiled function, the seconds before the compiler is called, and those in it."""
+    """Return the compiled function, the seconds before compilation, and the seconds of compilation."""
     begin = time.perf_counter()
     lowered = jax.jit(make()).lower(x)
     middle = time.perf_counter()
@@ -137,7 +137,7 @@ def prepared(make: Callable[[], Callable[..., Any]], x: jax.Array) -> tuple[Call
 
 
 def sparse(problem: Problem, rounds: int, seconds: float) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Ours, dense and the peers in one run: times and how far results are apart, what is before the first, a claim."""
+    """Measure ours, dense and the other libraries; return the rows of both tables and a claim."""
     makes: dict[str, Callable[[], Callable[..., Any]]] = {
         "ours": partial(ours, problem),
         "dense": partial(plain, problem),
@@ -148,7 +148,7 @@ def sparse(problem: Problem, rounds: int, seconds: float) -> tuple[dict[str, Any
     if sparsejac is not None:
         found["sparsejac"] = prepared(partial(of_sparsejac, problem, matrix), problem.x)
     expected = np.asarray(found["dense"][0]())
-    apart = {
+    deviations = {
         name: float(np.abs((call() if name == "dense" else call().todense()) - expected).max() / np.abs(expected).max())
         for name, (call, *_) in found.items()
     }
@@ -161,14 +161,14 @@ def sparse(problem: Problem, rounds: int, seconds: float) -> tuple[dict[str, Any
         "ours (ms)": times["ours"]["ms"],
         "dense (ms)": times["dense"]["ms"],
         **{f"{name} / ours": ratio(times, name, "ours") for name in times if name != "ours"},
-        "largest difference from dense": apart["ours"],
+        "largest difference from dense": deviations["ours"],
     }
     both = {name: f"{before:.2f} + {after:.2f}" for name, (_, before, after) in found.items()}
     return row, {"problem": problem.name, **both}, claim(times, "ours", list(times)[1:], problem.name)
 
 
 def traces(size: int, rounds: int, seconds: float) -> Tables:
-    """The trace of the Hessian of a perceptron with three layers of tanh, by four ways."""
+    """Measure the trace of the Hessian of a perceptron with three tanh layers, with each method."""
     keys = jax.random.split(jax.random.key(1), 3)
     weights = [jax.random.normal(k, (size, n)) / size**0.5 for k, n in zip(keys, (size, size, 1), strict=True)]
 
@@ -207,7 +207,7 @@ KEY = jax.random.key(0)
 
 
 def coverage(size: int, repeats: int) -> Tables:
-    """How often the interval of Student's t at 95 % holds the trace."""
+    """Measure how often the 95 % interval of Student's t contains the trace."""
     weights = jax.random.normal(jax.random.key(2), (size, size)) / size**0.5
 
     def fun(x: jax.Array) -> jax.Array:
@@ -222,7 +222,7 @@ def coverage(size: int, repeats: int) -> Tables:
         rows.append(
             {
                 "samples": samples,
-                "mean of all / trace": float(means.mean() / exact),
+                "mean estimate / trace": float(means.mean() / exact),
                 "standard error / trace": float(errors.mean() / exact),
                 "interval contains the trace (%)": 100 * float(inside.mean()),
             }
@@ -237,7 +237,7 @@ def main() -> None:
 
     @cache
     def measured() -> Any:
-        asdex.jacobian_coloring(lambda x: x[1:] * x[:-1], jnp.ones(3))  # loads what it compiles with
+        asdex.jacobian_coloring(lambda x: x[1:] * x[:-1], jnp.ones(3))  # warms up asdex
         found = [sparse(problem, rounds, seconds) for problem in tqdm(problems(smoke)[:: 3 if smoke else 1])]
         return [list(column) for column in zip(*found, strict=True)]
 

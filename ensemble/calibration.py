@@ -21,6 +21,7 @@ from ._scoring.validation import (
     check_scored,
     check_shape,
     prepared,
+    unwrapped,
     with_nans,
 )
 
@@ -39,7 +40,7 @@ def fit_temperature(logits: ArrayLike, labels: ArrayLike, *, pooled: bool = Fals
 
     Args:
       logits: floating point (..., batch, classes), at least 2 classes.
-      labels: integer classes (batch,).
+      labels: integer classes (batch,), or several for each example, as for `plurax.ensemble.metrics.accuracy`.
       pooled: False fits one temperature for the predictions of each member. True fits one temperature for all members
         together, (members, batch, classes), so that their mean probability is calibrated.
 
@@ -81,19 +82,23 @@ def conformal_threshold(
     """Return the threshold for `conformal_sets` that contain a new label with probability at least 1 - `error`.
 
     The probability is over the calibration data and new examples, which must be exchangeable. The guarantee holds for
-    any model and any number of examples, but not separately for each class, nor under distribution shift.
+    any model and any number of examples, but not separately for each class, nor under distribution shift. If an example
+    has several labels (pixels, or yes-or-no labels), each label has its own set, and the guarantee is that on average
+    at most the fraction `error` of the labels of a new example is missed; labels of one example may depend on each
+    other.
 
     Args:
       probabilities: floating point (..., batch, classes), on held-out data.
-      labels: integer classes (batch,).
+      labels: integer classes (batch,), or several for each example, as for `plurax.ensemble.metrics.accuracy`.
       error: the allowed probability of a miss, above 0 and below 1.
       score: "probability": 1 minus the probability of the label, which gives the smallest sets on average; or
         "cumulative": the total probability of the label and all classes that are at least as probable, which gives
         larger sets for uncertain examples.
 
     Returns:
-      Shape (...): the k-th smallest score of the data, k = ceil((batch + 1) (1 - error)); infinity if k exceeds the
-      batch size, so that sets contain all classes. NaN under the same conditions as `plurax.ensemble.metrics.nll`.
+      Shape (...), the k-th smallest score of the data, k = ceil((batch + 1) (1 - error) labels), with the number of
+      labels of an example; infinity if k exceeds the number of scores, so that sets contain all classes. NaN under the
+      same conditions as `plurax.ensemble.metrics.nll`.
 
     Raises:
       TypeError: as for `plurax.ensemble.metrics.nll`; `error` is not a number.
@@ -101,7 +106,8 @@ def conformal_threshold(
 
     Source:
       Sadinle et al. 2019, "Least Ambiguous Set-Valued Classifiers with Bounded Error Levels"; Romano et al. 2020,
-      "Classification with Valid and Adaptive Coverage" (cumulative, without its random part).
+      "Classification with Valid and Adaptive Coverage" (cumulative, without its random part); Angelopoulos et al. 2022,
+      "Conformal Risk Control" (several labels).
 
     Examples:
       >>> import jax.numpy as jnp
@@ -114,20 +120,21 @@ def conformal_threshold(
     """
     error = _checked_error("conformal_threshold", error)
     check_choice("conformal_threshold", "score", score, get_args(Score))
-    return _threshold(*check_scored("conformal_threshold", probabilities, labels), error, score)
+    each = math.prod(jnp.shape(unwrapped(labels))[1:])
+    return _threshold(*check_scored("conformal_threshold", probabilities, labels), error, score, each)
 
 
 def conformal_sets(probabilities: ArrayLike, threshold: ArrayLike, *, score: Score = "probability") -> jax.Array:
-    """Return the conformal prediction set of each example, as a mask over the classes.
+    """Return the conformal prediction set of each example or label, as a mask over the classes.
 
     Args:
-      probabilities: floating point (..., batch, classes).
+      probabilities: floating point (..., batch, classes), or (..., batch, height, width, classes) and the like.
       threshold: from `conformal_threshold`, shape (...).
       score: the score that was passed to `conformal_threshold`.
 
     Returns:
-      bool (..., batch, classes). With "probability" a set may be empty. A set contains all classes if the threshold or
-      a probability is NaN, or a traced probability is outside 0 to 1 by more than 0.01.
+      bool, shaped like `probabilities`. With "probability" a set may be empty. A set contains all classes if the
+      threshold or a probability is NaN, or a traced probability is outside 0 to 1 by more than 0.01.
 
     Raises:
       TypeError: as for `plurax.ensemble.metrics.entropy`.
@@ -141,7 +148,10 @@ def conformal_sets(probabilities: ArrayLike, threshold: ArrayLike, *, score: Sco
     """
     check_choice("conformal_sets", "score", score, get_args(Score))
     probabilities = check_probabilities("conformal_sets", probabilities, "(..., batch, classes)", 2)
-    check_shape("conformal_sets", "threshold", threshold, jnp.shape(probabilities)[:-2], "probabilities")
+    shape = jnp.shape(probabilities)
+    check_shape(
+        "conformal_sets", "threshold", threshold, shape[: min(jnp.ndim(threshold), len(shape) - 2)], "probabilities"
+    )
     return _sets(probabilities, jnp.asarray(threshold), score)
 
 
@@ -158,7 +168,7 @@ def conformal_radius(
         interval is proportional to its scale. None uses 1.
 
     Returns:
-      Shape (...): the k-th smallest distance between prediction and target, divided by the scale; k as for
+      Shape (...), the k-th smallest distance between prediction and target, divided by the scale; k as for
       `conformal_threshold`.
 
     Raises:
@@ -256,10 +266,10 @@ def _minimum(loss: Callable[[jax.Array], jax.Array], start: jax.Array) -> jax.Ar
     return jnp.where(slope(start) == 0, start, (low + high) / 2)
 
 
-@partial(jax.jit, static_argnums=(2, 3))
-def _threshold(p: jax.Array, labels: jax.Array, error: float, score: str) -> jax.Array:
+@partial(jax.jit, static_argnums=(2, 3, 4))
+def _threshold(p: jax.Array, labels: jax.Array, error: float, score: str, each: int) -> jax.Array:
     p, labels, valid = prepared(p, labels, True)
-    return _kth(jnp.where(valid, at_labels(_scores(p, score), labels), jnp.nan), error)
+    return _kth(jnp.where(valid, at_labels(_scores(p, score), labels), jnp.nan), error, each)
 
 
 @partial(jax.jit, static_argnums=2)
@@ -267,7 +277,7 @@ def _sets(p: jax.Array, threshold: jax.Array, score: str) -> jax.Array:
     p = with_nans(p)
     # All classes if a value is NaN: a set may be too large, but must not miss the label.
     unknown = jnp.isnan(p).any(axis=-1, keepdims=True)
-    threshold = threshold[..., None, None]
+    threshold = threshold.reshape(threshold.shape + (1,) * (p.ndim - threshold.ndim))
     return (_scores(p, score) <= threshold) | unknown | jnp.isnan(threshold)
 
 
@@ -282,13 +292,15 @@ def _scores(p: jax.Array, score: str) -> jax.Array:
     return jnp.take_along_axis(summed, jnp.argsort(order, axis=-1), axis=-1)
 
 
-@partial(jax.jit, static_argnums=1)
-def _kth(scores: jax.Array, error: float) -> jax.Array:
-    """Return the k-th smallest along the last axis, k = ceil((batch + 1) (1 - error)); NaN where a score is NaN."""
-    batch = scores.shape[-1]
+@partial(jax.jit, static_argnums=(1, 2))
+def _kth(scores: jax.Array, error: float, each: int = 1) -> jax.Array:
+    """Return the k-th smallest of `each` scores per example along the last axis; NaN where a score is NaN."""
+    count = scores.shape[-1]
+    # With the fraction of labels of an example above the threshold as its loss, which is at most 1, risk control needs
+    # (sum of the losses of the data + 1) / (batch + 1) <= error. The sum is (count - k) / each.
     # In floating point 10 * (1 - 0.7) is 3.0000000000000004, whose ceiling is 4 instead of 3.
-    k = math.ceil((batch + 1) * (1 - error) - 1e-9)
-    found = jnp.sort(scores, axis=-1)[..., k - 1] if k <= batch else jnp.inf
+    k = math.ceil((count + each) * (1 - error) - 1e-9)
+    found = jnp.sort(scores, axis=-1)[..., k - 1] if 0 < k <= count else jnp.inf
     return jnp.where(jnp.isnan(scores).any(axis=-1), jnp.nan, found)
 
 

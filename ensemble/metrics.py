@@ -2,7 +2,10 @@
 
 Every function is pure `jax.numpy` and works under `jit` and `vmap`. A function that takes (..., batch, classes) accepts
 the probabilities of one model or the mean of an ensemble, (batch, classes), as well as those of all members, (members,
-batch, classes), and returns one score for each. Labels are integers (batch,). Measures of disagreement take the
+batch, classes), and returns one score for each. Labels are integers (batch,), or have further axes, such as one label
+for each pixel. For yes-or-no labels the classes are no and yes, as `Ensemble.predict(kind="binary")` returns them; from
+a probability p of yes make them with `jnp.stack([1 - p, p], axis=-1)`. So multi-label predictions have shape (batch,
+labels, 2), and their labels (batch, labels). Measures of disagreement take the
 probabilities of all members, with the members along axis 0. For all losses and errors smaller is better; for `accuracy`
 and `auroc` larger is better, and `interval_coverage` should equal its level.
 

@@ -137,7 +137,7 @@ def disagreement(probabilities: ArrayLike, *, ax: Any = None) -> Any:
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble import plots
       >>> plots.disagreement(jnp.array([[[0.8, 0.2]], [[0.1, 0.9]]])).get_title()
-      'they disagree on 100.0 % of the examples'
+      'members disagree on 100.0 % of the examples'
     """
     found = check_probabilities("disagreement", probabilities, "(members, batch, classes)", 3, bounded=False)
     if jnp.ndim(found) != 3:
@@ -159,7 +159,7 @@ def disagreement(probabilities: ArrayLike, *, ax: Any = None) -> Any:
     ax.set_yticks(ticks)
     # The diagonal is zero and does not count as pairs.
     pairs = shares.sum() / max(1, size * (size - 1))
-    ax.set(xlabel="member", ylabel="member", title=f"they disagree on {100 * pairs:.1f} % of the examples")
+    ax.set(xlabel="member", ylabel="member", title=f"members disagree on {100 * pairs:.1f} % of the examples")
     ax.figure.colorbar(picture, ax=ax, shrink=0.8)
     return ax
 

@@ -1,10 +1,10 @@
-"""Run examples at full size, and put what they print and draw where the pages show it.
+"""Run examples at full size, and write their output and pictures into the pages that show them.
 
-    python examples/_capture.py                     all of them
-    python examples/_capture.py maxwell laplacian   these
+    python examples/_capture.py                     all examples
+    python examples/_capture.py maxwell laplacian   these two
 
-What `NAME.py` prints goes between `<!-- NAME -->` and `<!-- /NAME -->` of a page, and what it draws to `docs/NAME.png`.
-An example that fails ends the run, and what is shown of it stays as it was.
+The output of `NAME.py` goes between `<!-- NAME -->` and `<!-- /NAME -->` of a page, and its picture to `docs/NAME.png`.
+If an example fails, the run stops, and the pages keep the previous output of that example.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ PAGES = ("README.md", "examples/README.md")
 
 
 def shown(script: Path, folder: Path) -> str:
-    """A block of Markdown with all that a script prints, in lines of 100 characters; it writes into `folder`."""
+    """Return a Markdown block with the output of a script, which runs in `folder`, in lines of 100 characters."""
     settings = {"COLUMNS": "100", "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
     done = subprocess.run(
         [sys.executable, script],
         cwd=folder,
         env=os.environ | settings,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,  # bars and warnings, where they come
+        stderr=subprocess.STDOUT,  # progress bars and warnings, in order
     )
-    # A progress bar writes its line again and again, each time after a \r: the last is what remains to be seen.
+    # A progress bar rewrites its line after each \r; only the last version stays visible.
     lines = [line.rpartition("\r")[2].rstrip() for line in done.stdout.decode().split("\n")]
     text = "\n".join(lines).strip("\n")
     if done.returncode:
-        raise SystemExit(f"{text}\n{script.stem} failed: nothing of it is written")
+        raise SystemExit(f"{text}\n{script.stem} failed; its output was not written")
     command = f"$ python examples/{script.name}  # {os.cpu_count()} cores, jax {importlib.metadata.version('jax')}"
     return f"```text\n{command}\n{text}\n```"
 
@@ -46,22 +46,22 @@ def marks(name: str) -> re.Pattern[str]:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Write a file as a whole or not at all."""
+    """Write a file atomically."""
     new = path.with_name(f".{path.name}.new")
     new.write_bytes(content)
     new.replace(path)
 
 
 def capture(names: list[str], root: Path) -> None:
-    """Run the examples of these names, or all, and show them."""
+    """Run the named examples, or all, and write their output into the pages."""
     scripts = {path.stem: path for path in sorted(root.glob("examples/[!_]*.py"))}
     pages = [root / page for page in PAGES]
     for name in names:
         if name not in scripts:
-            raise SystemExit(f"no example is called `{name}`: there are {', '.join(scripts)}")
+            raise SystemExit(f"no example is named `{name}`; choose from {', '.join(scripts)}")
     for name in names or scripts:
         if not any(marks(name).search(page.read_text()) for page in pages):
-            raise SystemExit(f"no page has a place for `{name}`: write <!-- {name} --> and <!-- /{name} --> into one")
+            raise SystemExit(f"no page shows `{name}`; add <!-- {name} --> and <!-- /{name} --> to a page")
     for name in names or scripts:
         start = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:

@@ -92,8 +92,8 @@ def improve(agent: Agent, opt_state: Any, rate: jax.Array, key: jax.Array) -> tu
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--agents", type=int, default=16, help="how many agents (default 16)")
-    parser.add_argument("--iterations", type=int, default=80, help="steps of learning (default 80)")
+    parser.add_argument("--agents", type=int, default=16, help="number of agents (default 16)")
+    parser.add_argument("--iterations", type=int, default=80, help="training iterations (default 80)")
     parser.add_argument("--out", type=Path, default=Path("demo"), help="directory for the picture")
     options = parser.parse_args()
     for name in ("agents", "iterations"):
@@ -126,12 +126,12 @@ def main() -> None:
     lengths = np.array(curves)
     last = lengths[-10:].mean(axis=0)
     console.print(
-        f"{options.agents} agents side by side: {1e3 * together:.0f} ms for a step of learning; one alone: "
-        f"{1e3 * alone:.0f} ms, so one after another {options.agents * alone / together:.1f} times as long."
+        f"{options.agents} agents in parallel: {1e3 * together:.0f} ms per iteration; one agent: {1e3 * alone:.0f} ms. "
+        f"Training them one after another takes {options.agents * alone / together:.1f} times as long."
     )
     console.print(
-        f"At the end the pole stands for {np.median(last):.0f} of {STEPS} steps (median of the agents), "
-        f"{last.max():.0f} with the best, rate {float(rates[last.argmax()]):.3f}."
+        f"Episode length at the end: {np.median(last):.0f} of {STEPS} steps (median of the agents), {last.max():.0f} "
+        f"for the best agent, with learning rate {float(rates[last.argmax()]):.3f}."
     )
     picture = options.out / "agents.png"
     draw(picture, lengths, np.asarray(rates))
@@ -145,7 +145,7 @@ def improve_one(graph: Any, params: Any, *args: Any) -> Any:
 
 
 def draw(path: Path, lengths: np.ndarray, rates: np.ndarray) -> None:
-    """Plot how long the pole stays up while each agent learns."""
+    """Plot the episode length of each agent during training."""
     figure, ax = plt.subplots(figsize=(7, 4.2), layout="constrained")
     colors = mpl.colormaps["viridis"](np.linspace(0, 0.95, len(rates)))
     for curve, color in zip(lengths.T, colors, strict=True):
@@ -153,8 +153,9 @@ def draw(path: Path, lengths: np.ndarray, rates: np.ndarray) -> None:
     ax.plot(np.median(lengths, axis=1), color="black", linewidth=2.5, label="median of the agents")
     ax.axhline(STEPS, color="0.5", linestyle=":", linewidth=1)
     scale = mpl.cm.ScalarMappable(mpl.colors.LogNorm(rates.min(), max(rates.max(), 1.01 * rates.min())), "viridis")
-    figure.colorbar(scale, ax=ax, label="learning rate of the agent")
-    ax.set(xlabel="step of learning", ylabel=f"steps that the pole stands (of {STEPS})", title="Agents side by side")
+    figure.colorbar(scale, ax=ax, label="learning rate")
+    ax.set(xlabel="training iteration", ylabel=f"steps until the pole falls (at most {STEPS})")
+    ax.set_title("Episode length during training")
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(loc="lower right")
     figure.savefig(path, dpi=120)

@@ -3,7 +3,7 @@
     python examples/cells_tour.py
 
 The sections follow the guide "Network construction", with its sizes and numbers: parameters by name, initialization,
-freezing, mixed precision and files; a cell compared with the same cell in another framework; compiled and eager
+freezing, mixed precision and files; a comparison of a cell in two frameworks; compiled and eager
 execution; code that cannot be compiled; the number of forward passes; a custom backward pass; and dynamic shapes. All
 results are checked before they are printed.
 """
@@ -51,7 +51,7 @@ def show(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None
     console.print(table)
 
 
-def said(call: Callable[[], Any]) -> str:
+def outcome(call: Callable[[], Any]) -> str:
     """Return the result of a call as text: a number, or the name of the error."""
     try:
         return f"{float(call()):g}"
@@ -115,8 +115,8 @@ def first_values_by_type() -> dict[str, Any]:
     assert all((named[f"norm{i}.scale"] == 1).all() for i in (1, 2))
     assert not any(named[f"{layer}.bias"].any() for layer in ("conv1", "norm1", "hidden", "out"))
     show(
-        "Initializer by type of layer: he_normal for convolutions, he_uniform for dense ones, ones and zeros for norms",
-        ("kernel", "deviation wanted", "drawn", "largest, in deviations"),
+        "Initializers by layer type: he_normal for convolutions, he_uniform for dense layers, ones and zeros for norms",
+        ("kernel", "expected std", "sample std", "largest / std"),
         ((name, *(f"{x:.3f}" for x in row)) for name, row in rows.items()),
     )
     return rows
@@ -156,7 +156,7 @@ def frozen_parameters(steps: int) -> dict[str, Any]:
 
     found = {}
     for name, model in (
-        ("everything trains", Classifier(nnx.Rngs(0))),
+        ("all parameters trainable", Classifier(nnx.Rngs(0))),
         ('freeze(model, ["conv1", ...])', freeze(Classifier(nnx.Rngs(0)), list(body))),
         ("jax.lax.stop_gradient in the model", Cut(nnx.Rngs(0))),
     ):
@@ -170,10 +170,10 @@ def frozen_parameters(steps: int) -> dict[str, Any]:
         )
     show(
         f"requires_grad=False: {steps} steps of AdamW with weight decay",
-        ("", "gradient (kFLOP)", "features that moved", "others that moved"),
+        ("", "gradient (kFLOP)", "changed features", "changed others"),
         ((name, f"{work / 1e3:.0f}", f"{a} of 8", f"{b} of 4") for name, (work, a, b) in found.items()),
     )
-    console.print("stop_gradient makes their gradient zero; weight decay moves them all the same.")
+    console.print("stop_gradient sets their gradients to zero, but weight decay still changes them.")
     return found
 
 
@@ -182,7 +182,7 @@ def mixed_precision() -> dict[str, Any]:
     model = Classifier(nnx.Rngs(0))
     mixed = with_precision(model, jnp.bfloat16)  # keep={nnx.BatchNorm: float32}
     dtypes = {}
-    for name, one in (("as it is", model), ("with_precision(model, bfloat16)", mixed)):
+    for name, one in (("unchanged", model), ("with_precision(model, bfloat16)", mixed)):
         program = str(jax.make_jaxpr(lambda x, one=one: nnx.view(one, use_running_average=True)(x))(x))
         found = re.findall(r":(\w+)\[[\d,]*\] = (conv_general_dilated|dot_general|rsqrt)", program)
         kinds: dict[str, set[str]] = {}
@@ -195,7 +195,7 @@ def mixed_precision() -> dict[str, Any]:
             "loss": f"{value.dtype}: {float(value):.4f}",
         }
     show(
-        "Mixed precision: everything bfloat16 but the batch norms and the loss",
+        "Mixed precision: bfloat16 except for batch norms and the loss",
         ("", *next(iter(dtypes.values()))),
         ((name, *row.values()) for name, row in dtypes.items()),
     )
@@ -210,10 +210,10 @@ def files_of_parameters() -> dict[str, str]:
         again = load_params(path, Classifier(nnx.Rngs(1)))
         view, same = (nnx.view(x, use_running_average=True) for x in (model, again))
         assert bool((view(given()[0]) == same(given()[0])).all())
-        found["the same architecture"] = "loaded, equal to the bit"
+        found["the same architecture"] = "loaded, outputs bitwise equal"
 
         class Renamed(Classifier):
-            """The same network with its last layer renamed, and with a layer that is not in the file."""
+            """The same network with its last layer renamed, and an extra layer that is not in the file."""
 
             def __init__(self, rngs: nnx.Rngs) -> None:
                 super().__init__(rngs)
@@ -222,7 +222,7 @@ def files_of_parameters() -> dict[str, str]:
 
         renames = {"out.kernel": "head.kernel", "out.bias": "head.bias"}
         for name, call in (
-            ("a layer of another name, and one more", lambda: load_params(path, Renamed(nnx.Rngs(1)))),
+            ("a renamed layer and an extra layer", lambda: load_params(path, Renamed(nnx.Rngs(1)))),
             ("rename={...}", lambda: load_params(path, Renamed(nnx.Rngs(1)), rename=renames)),
         ):
             try:
@@ -236,11 +236,11 @@ def files_of_parameters() -> dict[str, str]:
             load_params(path, Classifier(nnx.Rngs(1)))
         except ValueError as error:
             found["one bit of the file flipped"] = str(error).replace(str(path), path.name)
-    show("save_checkpoint and load_param_into_net", ("a file, and", "what load_params says"), found.items())
+    show("save_checkpoint and load_param_into_net", ("file and model", "result of load_params"), found.items())
     return found
 
 
-# A cell, and the same cell in NumPy
+# A cell compared with NumPy
 
 
 class MyCell(nnx.Module):
@@ -255,7 +255,7 @@ class MyCell(nnx.Module):
 
 
 def cell_by_numpy(w: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Compute the same in 64-bit NumPy, without padding: dot products of the filters with all windows."""
+    """Compute the cell in float64 NumPy without padding: dot products of the filters with all windows."""
     windows = np.lib.stride_tricks.sliding_window_view(x.astype(float), w.shape[:2], axis=(1, 2))
     return np.maximum(np.tensordot(windows, w.astype(float), ([4, 5, 3], [0, 1, 2])), 0)
 
@@ -263,16 +263,16 @@ def cell_by_numpy(w: np.ndarray, x: np.ndarray) -> np.ndarray:
 def compare_a_cell() -> dict[str, Any]:
     x = np.random.default_rng(0).uniform(-1, 1, (2, 12, 12, 120)).astype(np.float32)
     found = {}
-    for padding, name in (("SAME", '"same", as MindSpore has it'), ("VALID", '"pad" with 0, as PyTorch has it')):
+    for padding, name in (("SAME", 'MindSpore: "same"'), ("VALID", 'PyTorch: "pad" with 0')):
         cell = MyCell(nnx.Conv(120, 240, (4, 4), padding=padding, use_bias=False, rngs=nnx.Rngs(0)))
-        # The guide fills both with 0.1; random weights also detect filters whose axes are in another order.
+        # The guide fills both with 0.1; random weights also detect a wrong order of the filter axes.
         weights = np.asarray(cell.net.kernel[...])
         out, expected = cell(x), cell_by_numpy(weights, x)
         found[name] = out.shape, float(np.abs(out - expected).max()) if out.shape == expected.shape else None
     show(
-        f"A cell in two places: Conv 120 to 240, kernel 4; in NumPy its result is {expected.shape}",
-        ("padding, if none is given", "result", "largest difference"),
-        ((name, shape, "" if apart is None else f"{apart:.1e}") for name, (shape, apart) in found.items()),
+        f"A cell in two frameworks: Conv 120 to 240, kernel 4; shape of the NumPy result: {expected.shape}",
+        ("default padding", "result", "largest difference"),
+        ((name, shape, "" if deviation is None else f"{deviation:.1e}") for name, (shape, deviation) in found.items()),
     )
     return found
 
@@ -284,7 +284,7 @@ RUNS: collections.Counter[str] = collections.Counter()
 
 
 def descend(model: nnx.Module, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Take a training step. The counter is a side effect, which happens only when the Python code runs: in tracing."""
+    """Take a training step. The counter is a side effect: it runs with the Python code, so only while tracing."""
     RUNS["Python"] += 1
     value, gradient = value_and_grad(lambda model, x, y: jnp.mean((model(x) - y) ** 2))(model, x, y)
     nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model, nnx.Param), gradient))
@@ -303,8 +303,8 @@ def compiled_and_step_by_step(steps: int = 4) -> dict[str, Any]:
     one, other = (losses for losses, _ in found.values())
     np.testing.assert_allclose(one, other, rtol=1e-5)
     show(
-        "GRAPH_MODE and PYNATIVE_MODE: one step of training, compiled and operation by operation",
-        ("", *(f"loss {i}" for i in range(steps)), "its Python runs"),
+        "GRAPH_MODE and PYNATIVE_MODE: a training step, compiled and operation by operation",
+        ("", *(f"loss {i}" for i in range(steps)), "Python runs"),
         ((name, *(f"{loss:.6f}" for loss in losses), runs) for name, (losses, runs) in found.items()),
     )
     return found
@@ -333,7 +333,7 @@ def from_a_list(transform: Callable[..., Any]) -> Callable[[float], jax.Array]:
 WRITTEN: dict[str, tuple[Callable[..., Any], str]] = {
     "jnp.square(x)": (jnp.square, ""),
     "np.square(x)": (lambda x: np.square(x), "jnp.square"),
-    "x * np.asarray(x)": (lambda x: x * np.asarray(x), "x; or jax.lax.stop_gradient(x), if that was meant"),
+    "x * np.asarray(x)": (lambda x: x * np.asarray(x), "x; or jax.lax.stop_gradient(x), if intended"),
     "x * float(x)": (lambda x: x * float(x), "the same"),
     "x * x.item()": (lambda x: x * x.item(), "the same"),
     "x * x if x > 0 else x": (lambda x: x * x if x > 0 else x, "jnp.where, jax.lax.cond"),
@@ -343,21 +343,28 @@ WRITTEN: dict[str, tuple[Callable[..., Any], str]] = {
 
 def what_may_not_be_compiled() -> dict[str, tuple[str, str]]:
     found = {
-        name: (said(lambda fun=fun: jax.jit(fun)(3.0)), said(lambda fun=fun: jax.grad(fun)(3.0)))
+        name: (outcome(lambda fun=fun: jax.jit(fun)(3.0)), outcome(lambda fun=fun: jax.grad(fun)(3.0)))
         for name, (fun, _) in WRITTEN.items()
     }
-    found["a list outside"] = said(lambda: from_a_list(jax.jit)(3.0)), said(lambda: from_a_list(jax.grad)(3.0))
-    remedies = {name: remedy for name, (_, remedy) in WRITTEN.items()} | {"a list outside": "return it (has_aux=True)"}
+    found["appending to a list"] = (
+        outcome(lambda: from_a_list(jax.jit)(3.0)),
+        outcome(lambda: from_a_list(jax.grad)(3.0)),
+    )
+    remedies = {name: remedy for name, (_, remedy) in WRITTEN.items()} | {
+        "appending to a list": "return it (has_aux=True)"
+    }
     show(
-        "x² at 3, which is 9 with slope 6, and what must not be in a function that is traced",
-        ("written as", "jax.jit / jax.grad", "instead"),
+        "x² at 3 (value 9, slope 6): code that fails in a traced function",
+        ("code", "jax.jit / jax.grad", "instead"),
         ((name, " / ".join(dict.fromkeys(outcomes)), remedies[name]) for name, outcomes in found.items()),
     )
     if found["x * x.item()"][1] == "3":
-        console.print("x.item() under jax.grad alone is like MindSpore's asnumpy(): it cuts the gradient, silently.")
+        console.print("x.item() under jax.grad alone cuts the gradient without an error, like MindSpore's asnumpy().")
     drawn = jax.jit(lambda x: x + random.random())
     same = float(drawn(0.0)) == float(drawn(0.0))
-    console.print(f"random.random() runs while tracing: two calls give {'one number' if same else 'two numbers'}.")
+    console.print(
+        f"random.random() runs only while tracing: two calls give {'the same number' if same else 'two numbers'}."
+    )
     return found | {"random": ("one" if same else "two", "")}
 
 
@@ -436,19 +443,17 @@ def a_backward_pass_of_ones_own() -> dict[str, Any]:
         refused = str(error)
     found = {}
     for name, fun in (
-        ("values by a callback, a backward pass of its own", sampler),
+        ("values by a callback, custom backward pass", sampler),
         ("positions by a callback", take_positions),
-        ("all of it in JAX", native),
+        ("JAX only", native),
     ):
         values, gradient = jax.jit(fun, static_argnums=2)(x, seed, 3), of_the_sum(fun)(x)
         assert bool((values > 0.5).all())
         assert bool((gradient.sum(1) == 3).all())
         found[name] = np.asarray(gradient)
-    np.testing.assert_array_equal(
-        found["values by a callback, a backward pass of its own"], found["positions by a callback"]
-    )
+    np.testing.assert_array_equal(found["values by a callback, custom backward pass"], found["positions by a callback"])
     show(
-        "Three random values above 0.5 of each row: how often each was drawn, which is the gradient",
+        "Three random values above 0.5 from each row: the gradient counts how often each was drawn",
         ("", "row 0", "row 1"),
         ((name, *(" ".join(f"{times:.0f}" for times in row) for row in result)) for name, result in found.items()),
     )
@@ -474,7 +479,7 @@ class Normalized(nnx.Module):
 def the_forward_pass_runs_once() -> dict[str, Any]:
     x = jax.random.normal(jax.random.key(1), (6, 3)) + 2
     found = {}
-    for name, wrap in (("step by step", lambda fun: fun), ("compiled", nnx.jit)):
+    for name, wrap in (("not compiled", lambda fun: fun), ("compiled", nnx.jit)):
         RUNS.clear()
         model = Normalized(nnx.Rngs(0))
         step = wrap(lambda model, x: value_and_grad(lambda model, x: jnp.mean(model(x) ** 3))(model, x))
@@ -484,8 +489,8 @@ def the_forward_pass_runs_once() -> dict[str, Any]:
         found[name] = RUNS["forward"], float(moved.min()), float(moved.max())
     show(
         "value_and_grad of a model with a batch norm: MindSpore needs set_grad for one forward pass",
-        ("", "forward passes", "the mean has moved by"),
-        ((name, runs, f"{low:.3f} to {high:.3f} of its way") for name, (runs, low, high) in found.items()),
+        ("", "forward passes", "update of the running mean"),
+        ((name, runs, f"{low:.3f} to {high:.3f} of the batch mean") for name, (runs, low, high) in found.items()),
     )
     return found
 
@@ -537,8 +542,8 @@ def shapes_that_vary() -> dict[str, Any]:
         ("", "result"),
         (
             ("mean of the hardest 70 % of the positives", f"{float(loss):.7f}"),
-            ("rows of pred that it depends on", int(slope.any(1).sum())),
-            ("masked_select, of at most 3", positive.shape),
+            ("rows of pred with a nonzero gradient", int(slope.any(1).sum())),
+            ("masked_select, at most 3 rows", positive.shape),
             ("branches of different shapes", f"{refused}; padded: {rows[True]} rows and {rows[False]}"),
             (f"{len(lengths)} arrays of {len(set(lengths.tolist()))} lengths", f"{scores.traces} compilations"),
         ),

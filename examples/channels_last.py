@@ -1,12 +1,12 @@
-"""Does "channels last" matter in JAX? Write one network in both orders and compare.
+"""Compare a convolutional network with channels last and with channels first in JAX.
 
     python examples/channels_last.py --images 8 --side 56
 
 A PyTorch tensor has a memory format in addition to its shape, and "channels last" is one of them. A JAX array has no
 such setting: the code fixes the order of the axes (`NHWC` or `NCHW`, given by `dimension_numbers`), and inside a
-compiled function XLA chooses the layout of each value in memory. The question is therefore how much data XLA has to
-move. The script writes one network in both orders, checks that the outputs are equal, counts the transposes and copies
-in the two compiled programs, and times them alternately.
+compiled function XLA chooses the layout of each value in memory. What matters is how much data XLA has to move. The
+script writes one network in both orders, checks that the outputs are equal, counts the transposes and copies in the two
+compiled programs, and times them alternately.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ORDERS = {"NHWC": "HWIO", "NCHW": "OIHW"}
 
 
 def network(order: str) -> Callable[[list[dict[str, jax.Array]], jax.Array], jax.Array]:
-    """Return a network of convolutions, each with scale, shift and ReLU, and the mean of each channel at the end."""
+    """Return a network of convolutions, each with scale, shift and ReLU, and global average pooling at the end."""
     places = tuple(order.index(axis) for axis in "HW")
 
     def apply(params: list[dict[str, jax.Array]], x: jax.Array) -> jax.Array:
@@ -45,7 +45,7 @@ def network(order: str) -> Callable[[list[dict[str, jax.Array]], jax.Array], jax
 
 
 def parameters(channels: int, layers: int) -> list[dict[str, jax.Array]]:
-    """Return random parameters, with the weights in the order for channels last."""
+    """Return random parameters, with weights for channels last (HWIO)."""
     generator = np.random.default_rng(0)
     found = []
     for before in [3, *[channels] * (layers - 1)]:
@@ -64,7 +64,7 @@ def given(
     return {"NHWC": (last, x), "NCHW": (first, x.transpose(0, 3, 1, 2))}
 
 
-def in_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+def median_times(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
     """Return the median time of each call in ms; the calls alternate, and the first round is not counted."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
@@ -90,22 +90,20 @@ def main() -> None:
         results[order] = jitted(*arguments)
         counts[order] = count_layout_ops(network(order), *arguments)
         calls[order] = lambda jitted=jitted, arguments=arguments: jitted(*arguments)
-    apart = float(jnp.abs(results["NHWC"] - results["NCHW"]).max())
-    times = in_turns(calls, options.rounds)
+    deviation = float(jnp.abs(results["NHWC"] - results["NCHW"]).max())
+    times = median_times(calls, options.rounds)
 
     console = Console(width=100)
-    console.print(f"Outputs of shape {results['NHWC'].shape}: at most {apart:.1e} apart.")
-    table = Table("order", "transposes", "copies", "moved", "time")
+    console.print(f"Outputs of shape {results['NHWC'].shape} differ by at most {deviation:.1e}.")
+    table = Table("order", "transposes", "copies", "bytes moved", "time")
     for order, found in counts.items():
         row = [found["transpose"], found["copy"], f"{found['bytes'] / 2**20:.2f} MiB", f"{times[order]:.2f} ms"]
         table.add_row(order, *map(str, row))
     console.print(table)
     console.print(f"NCHW takes {times['NCHW'] / times['NHWC']:.2f} times as long on this {jax.default_backend()}.")
     if counts["NCHW"]["transpose"] == 1 + options.layers:
-        console.print(
-            "XLA transposes the images and the weights of each layer at the input, and nothing between layers."
-        )
-    if apart > 1e-4:
+        console.print("XLA transposes the images and the weights of each layer on input, and nothing between layers.")
+    if deviation > 1e-4:
         raise SystemExit("the two orders disagree")
 
 

@@ -1,12 +1,12 @@
-"""Branches and loops under `vmap`: how they are executed if lanes differ, and what that costs.
+"""Branches and loops under `vmap`: what is executed if slices take different paths, and the cost.
 
     python examples/control_flow.py --side 160 --limit 1000 --out demo
 
-A mapped function computes all lanes (the slices of the mapped axis) together. If a predicate differs between lanes,
-both branches of a `cond` are computed for all of them, and a `while_loop` runs until the last lane has finished. The
-script shows this in the operations of the compiled program, in counted calls, in measured times, and in
-`control_flow.png`, which draws the work of a loop as an area. It also measures two remedies: gathering the lanes of one
-branch into a bucket, and sorting the lanes before mapping them in chunks.
+A mapped function computes all slices of the mapped axis together. If a predicate differs between slices, both branches
+of a `cond` are computed for all of them, and a `while_loop` runs until the last slice has finished. The script shows
+this in the StableHLO operations, in counted calls, in measured times, and in `control_flow.png`, which plots the work
+of a loop as an area. It also measures two remedies: gathering the slices that need a branch into a bucket, and sorting
+the slices before mapping them in chunks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def show(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None
     console.print(table)
 
 
-def in_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+def median_times(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
     """Return the median time of each call in ms; calls alternate, and the first round, which compiles, is dropped."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
@@ -68,7 +68,7 @@ CALLS: collections.Counter[str] = collections.Counter()
 
 
 def counted(name: str) -> Callable[[jax.Array], jax.Array]:
-    """Return a branch that counts, on the host, for how many lanes it runs."""
+    """Return a branch that counts on the host for how many slices it runs."""
 
     def tell(x: np.ndarray) -> np.ndarray:
         CALLS[name] += 1
@@ -99,7 +99,7 @@ def which_branches_run() -> dict[str, Any]:
     cases: dict[str, tuple[Any, Any, tuple[jax.Array, jax.Array]]] = {
         "cond, not mapped": (lambda fun: fun, cond, (taken[0], x[0])),
         "vmap(cond)": (vmap, cond, (taken, x)),
-        "vmap(cond), a predicate for all": (lambda fun: vmap(fun, in_axes=(None, 0)), cond, (taken[0], x)),
+        "vmap(cond), shared predicate": (lambda fun: vmap(fun, in_axes=(None, 0)), cond, (taken[0], x)),
         "vmap(cond, chunk_size=1)": (lambda fun: vmap(fun, chunk_size=1), cond, (taken, x)),
         "lax.map(cond)": (one_by_one, cond, (taken, x)),
         "vmap(switch)": (vmap, switch, (which, x)),
@@ -110,8 +110,8 @@ def which_branches_run() -> dict[str, Any]:
         jax.block_until_ready(jax.jit(mapped(fun([counted("a"), counted("b"), counted("c")])))(*args))
         found[name] = (decisions(mapped(fun([jnp.sin, jnp.cos, double])), *args), dict(sorted(CALLS.items())))
     show(
-        "1. Five lanes, two of which need branch a (of the switch: three)",
-        ("", "in the program", "how often each branch runs"),
+        "1. Five slices: two need branch a of the cond, three that of the switch",
+        ("", "StableHLO ops", "runs of each branch"),
         [(name, ", ".join(ops), ", ".join(f"{k}: {v}" for k, v in calls.items()))
          for name, (ops, calls) in found.items()],
     )  # fmt: skip
@@ -124,20 +124,20 @@ def dear(x: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def dear_of(lanes: jax.Array, x: jax.Array) -> jax.Array:
-    return x.at[lanes].set(vmap(dear)(x[lanes]))
+def dear_of(slices: jax.Array, x: jax.Array) -> jax.Array:
+    return x.at[slices].set(vmap(dear)(x[slices]))
 
 
 def in_a_bucket(taken: np.ndarray, x: jax.Array) -> jax.Array:
-    """Apply `dear` to the taken lanes only, selected outside `jit`; a power of two of them, to compile few programs."""
-    lanes = np.flatnonzero(taken)
-    if not len(lanes):
+    """Apply `dear` to the taken slices only, selected outside `jit` and padded to a power of two (few compilations)."""
+    slices = np.flatnonzero(taken)
+    if not len(slices):
         return x
-    return dear_of(np.resize(lanes, 1 << (len(lanes) - 1).bit_length()), x)  # repeated lanes do no harm
+    return dear_of(np.resize(slices, 1 << (len(slices) - 1).bit_length()), x)  # repeated slices are harmless
 
 
-def what_a_branch_costs(lanes: int, side: int, rounds: int) -> dict[str, list[float]]:
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(lanes, side, side)) / side, jnp.float32)
+def what_a_branch_costs(slices: int, side: int, rounds: int) -> dict[str, list[float]]:
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(slices, side, side)) / side, jnp.float32)
 
     def one(p: jax.Array, x: jax.Array) -> jax.Array:
         return lax.cond(p, dear, lambda x: x, x)
@@ -145,23 +145,23 @@ def what_a_branch_costs(lanes: int, side: int, rounds: int) -> dict[str, list[fl
     alone, mapped = jax.jit(one), jax.jit(vmap(one))
     in_sequence = jax.jit(lambda p, x: lax.map(lambda px: one(*px), (p, x)))
     ways = {
-        "one lane after another, in Python": lambda p: [alone(p[i], x[i]) for i in range(lanes)],
+        "Python loop over the slices": lambda p: [alone(p[i], x[i]) for i in range(slices)],
         "vmap": lambda p: mapped(p, x),
         "lax.map": lambda p: in_sequence(p, x),
-        "vmap of a bucket": lambda p: in_a_bucket(p, x),
+        "vmap over a bucket": lambda p: in_a_bucket(p, x),
     }
     shares = (0, 1 / 16, 1 / 2, 1)
     spent: dict[str, list[float]] = {name: [] for name in ways}
     for share in shares:
-        p = np.random.default_rng(1).permutation(lanes) < round(share * lanes)
+        p = np.random.default_rng(1).permutation(slices) < round(share * slices)
         expected = ways["vmap"](p)
         for way in ways.values():
             np.testing.assert_allclose(jnp.stack(list(way(p))), expected, rtol=1e-4, atol=1e-5)
-        for name, value in in_turns({n: lambda w=w, p=p: w(p) for n, w in ways.items()}, rounds).items():
+        for name, value in median_times({n: lambda w=w, p=p: w(p) for n, w in ways.items()}, rounds).items():
             spent[name].append(value)
     show(
-        f"2. {lanes} lanes, ms; the branch is 20 products of {side} by {side}, and is taken by",
-        ("", *("no lane" if not share else "all" if share == 1 else f"1 in {1 / share:.0f}" for share in shares)),
+        f"2. {slices} slices: ms if a branch (20 products of {side} by {side}) is taken by",
+        ("", *("none" if not share else "all" if share == 1 else f"1 in {1 / share:.0f}" for share in shares)),
         [(name, *(f"{value:.2f}" for value in values)) for name, values in spent.items()],
     )
     return spent
@@ -173,14 +173,14 @@ def what_a_branch_costs(lanes: int, side: int, rounds: int) -> dict[str, list[fl
 def escape(limit: int) -> Callable[[jax.Array], jax.Array]:
     """Count the iterations of z → z² + c until |z| exceeds 2, at most `limit`: the Mandelbrot set."""
 
-    def turns(c: jax.Array) -> jax.Array:
+    def counts(c: jax.Array) -> jax.Array:
         def inside(carry: tuple[jax.Array, jax.Array]) -> jax.Array:
             n, z = carry
             return (n < limit) & (z.real**2 + z.imag**2 <= 4)
 
         return lax.while_loop(inside, lambda carry: (carry[0] + 1, carry[1] ** 2 + c), (0, 0 * c))[0]
 
-    return turns
+    return counts
 
 
 def grid(side: int) -> jax.Array:
@@ -188,9 +188,9 @@ def grid(side: int) -> jax.Array:
     return jnp.asarray(x + 1j * y[:, None], jnp.complex64)
 
 
-def computed(turns: np.ndarray, chunk: int) -> int:
-    """Count the iterations computed if lanes run in chunks: every lane of a chunk runs as long as its slowest one."""
-    return sum(len(part) * int(part.max()) for part in np.split(turns, range(chunk, len(turns), chunk)))
+def computed(counts: np.ndarray, chunk: int) -> int:
+    """Count the iterations computed in chunks: every slice of a chunk runs as long as its slowest one."""
+    return sum(len(part) * int(part.max()) for part in np.split(counts, range(chunk, len(counts), chunk)))
 
 
 def what_a_loop_costs(side: int, limit: int, chunk: int, rounds: int) -> tuple[dict[str, Any], np.ndarray, np.ndarray]:
@@ -198,10 +198,10 @@ def what_a_loop_costs(side: int, limit: int, chunk: int, rounds: int) -> tuple[d
     of_one, coarse = escape(limit), 4
 
     def guess(c: jax.Array) -> jax.Array:
-        """Guess the iterations of all lanes from those of every fourth lane in every fourth row."""
+        """Estimate the iterations of all slices from every fourth slice in every fourth row."""
         few = c.reshape(side, side)[::coarse, ::coarse]
-        turns = vmap(of_one, chunk_size=chunk)(few.ravel()).reshape(few.shape)
-        return jnp.repeat(jnp.repeat(turns, coarse, 0), coarse, 1)[:side, :side].ravel()
+        counts = vmap(of_one, chunk_size=chunk)(few.ravel()).reshape(few.shape)
+        return jnp.repeat(jnp.repeat(counts, coarse, 0), coarse, 1)[:side, :side].ravel()
 
     def sorted_first(c: jax.Array) -> jax.Array:
         order = jnp.argsort(guess(c))
@@ -211,21 +211,21 @@ def what_a_loop_costs(side: int, limit: int, chunk: int, rounds: int) -> tuple[d
         "lax.map": jax.jit(lambda c: lax.map(of_one, c)),
         "vmap": jax.jit(vmap(of_one)),
         f"vmap, chunk_size={chunk}": jax.jit(vmap(of_one, chunk_size=chunk)),
-        "sorted by a guess, chunked": jax.jit(sorted_first),
+        "sorted by an estimate, chunked": jax.jit(sorted_first),
     }
-    turns = np.asarray(ways["lax.map"](c))
+    counts = np.asarray(ways["lax.map"](c))
     for way in ways.values():
-        np.testing.assert_array_equal(way(c), turns)
+        np.testing.assert_array_equal(way(c), counts)
     order = np.argsort(guess(c))
-    work = [int(turns.sum()), computed(turns, len(turns)), computed(turns, chunk), computed(turns[order], chunk)]
-    times = in_turns({name: lambda way=way: way(c) for name, way in ways.items()}, rounds)
+    work = [int(counts.sum()), computed(counts, len(counts)), computed(counts, chunk), computed(counts[order], chunk)]
+    times = median_times({name: lambda way=way: way(c) for name, way in ways.items()}, rounds)
     found = {name: (done, work[0] / done, times[name]) for name, done in zip(ways, work, strict=True)}
     show(
-        f"3. A while_loop, {len(c)} lanes of 1 to {turns.max()} iterations, {turns.mean():.0f} on average",
-        ("", "iterations run", "of them needed", "ms"),
+        f"3. A while_loop: {len(c)} slices with 1 to {counts.max()} iterations, {counts.mean():.0f} on average",
+        ("", "iterations run", "needed", "ms"),
         [(name, f"{done:,}", f"{share:.0%}", f"{ms:.1f}") for name, (done, share, ms) in found.items()],
     )
-    return found, turns, order
+    return found, counts, order
 
 
 def bounds_of_their_own() -> dict[str, Any]:
@@ -239,20 +239,20 @@ def bounds_of_their_own() -> dict[str, Any]:
         return lax.fori_loop(0, 5, lambda i, y: jnp.where(i < n, y * x, y), jnp.ones_like(x))
 
     cases = {
-        "a bound that is a number": (vmap(lambda x: power(x, 3)), (x,)),
-        "a bound for each lane": (vmap(power), (x, n)),
-        "one bound for all, and a mask": (vmap(masked), (x, n)),
+        "a Python int": (vmap(lambda x: power(x, 3)), (x,)),
+        "an array: a bound for each slice": (vmap(power), (x, n)),
+        "a shared bound and a mask": (vmap(masked), (x, n)),
     }
     found = {}
     for name, (fun, args) in cases.items():
         try:
             slope = ", ".join(f"{value:.0f}" for value in grad(fun, cotangent=1.0)(*args))
         except ValueError as error:
-            slope = "refused: " + str(error).split(" for ")[0]
+            slope = "error: " + str(error).split(" for ")[0]
         found[name] = (decisions(fun, *args), [float(value) for value in fun(*args)], slope)
     show(
         "4. A fori_loop that multiplies by x, n times",
-        ("n is", "in the program", "values", "derivatives"),
+        ("n", "StableHLO ops", "values", "derivatives"),
         [(name, ", ".join(names), ", ".join(f"{v:.0f}" for v in values), slope)
          for name, (names, values, slope) in found.items()],
     )  # fmt: skip
@@ -288,27 +288,32 @@ def in_the_branch_not_taken() -> dict[str, list[float]]:
         ("", "reverse: at 0", "at 4", "forward: at 0", "at 4"),
         [(name, *values) for name, values in slopes.items()],
     )
-    console.print("For a cond, vmap also selects the inputs of each branch; a where that you write does not.")
+    console.print("vmap of a cond also selects the inputs of each branch; a hand-written where does not.")
     return slopes
 
 
-def draw(path: Path, turns: np.ndarray, order: np.ndarray, chunk: int) -> None:
-    """Draw the iterations of each lane as an image, and the work of the loop as areas."""
-    side = round(len(turns) ** 0.5)
+def draw(path: Path, counts: np.ndarray, order: np.ndarray, chunk: int) -> None:
+    """Plot the iterations of each slice as an image, and the work of the loop as areas."""
+    side = round(len(counts) ** 0.5)
     figure, (image, *panels) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained", width_ratios=(1, 1.25, 1.25))
-    image.imshow(turns.reshape(side, side), norm=mpl.colors.LogNorm(1, turns.max()), cmap="magma", origin="lower")
-    image.set(title=f"Turns of {len(turns):,} lanes", xticks=[], yticks=[])
-    named = ("vmap, and vmap in chunks", "lane, row by row"), ("Sorted by a guess, in chunks", "lane, in that order")
-    for panel, of_lane, (title, label) in zip(panels, (turns, turns[order]), named, strict=True):
-        lanes = np.arange(len(turns))
+    image.imshow(counts.reshape(side, side), norm=mpl.colors.LogNorm(1, counts.max()), cmap="magma", origin="lower")
+    image.set(title=f"Iterations of {len(counts):,} slices", xticks=[], yticks=[])
+    named = (
+        ("Computed and needed iterations", "slice, in row-major order"),
+        ("Slices sorted by an estimate", "slice, sorted"),
+    )
+    for panel, of_slice, (title, label) in zip(panels, (counts, counts[order]), named, strict=True):
+        slices = np.arange(len(counts))
         slowest = np.concatenate(
-            [np.full(len(part), part.max()) for part in np.split(of_lane, range(chunk, len(turns), chunk))]
+            [np.full(len(part), part.max()) for part in np.split(of_slice, range(chunk, len(counts), chunk))]
         )
-        if of_lane is turns:
-            panel.fill_between(lanes, turns.max(), color="0.9", step="post", label="vmap: until the last lane is done")
-        panel.fill_between(lanes, slowest, color="tab:orange", step="post", alpha=0.6, label=f"chunks of {chunk}")
-        panel.fill_between(lanes, of_lane, color="tab:blue", step="post", linewidth=0, label="needed")
-        panel.set(xlabel=label, ylabel="turns", title=title, xlim=(0, len(turns)), ylim=(0, 1.25 * turns.max()))
+        if of_slice is counts:
+            panel.fill_between(slices, counts.max(), color="0.9", step="post", label="computed by vmap")
+        panel.fill_between(
+            slices, slowest, color="tab:orange", step="post", alpha=0.6, label=f"computed in chunks of {chunk}"
+        )
+        panel.fill_between(slices, of_slice, color="tab:blue", step="post", linewidth=0, label="needed")
+        panel.set(xlabel=label, ylabel="iterations", title=title, xlim=(0, len(counts)), ylim=(0, 1.25 * counts.max()))
         panel.spines[["top", "right"]].set_visible(False)
         panel.legend(loc="upper left", fontsize=8, frameon=False)
     figure.savefig(path, dpi=120)
@@ -317,27 +322,29 @@ def draw(path: Path, turns: np.ndarray, order: np.ndarray, chunk: int) -> None:
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lanes", type=int, default=64, help="lanes that branch (default 64)")
+    parser.add_argument("--slices", type=int, default=64, help="slices that branch (default 64)")
     parser.add_argument("--width", type=int, default=48, help="side of the matrices in the branch (default 48)")
-    parser.add_argument("--side", type=int, default=160, help="the loop has this number squared lanes (default 160)")
+    parser.add_argument(
+        "--side", type=int, default=160, help="the loop has this number squared of slices (default 160)"
+    )
     parser.add_argument("--limit", type=int, default=1000, help="maximum iterations of the loop (default 1000)")
-    parser.add_argument("--chunk-size", type=int, default=256, help="lanes in a chunk (default 256)")
+    parser.add_argument("--chunk-size", type=int, default=256, help="slices in a chunk (default 256)")
     parser.add_argument("--rounds", type=int, default=9, help="timed calls, of which the median is taken (default 9)")
     parser.add_argument("--out", type=Path, default=Path("demo"), help="directory for the picture")
     options = parser.parse_args(arguments)
-    for name in ("lanes", "width", "side", "limit", "chunk_size", "rounds"):
+    for name in ("slices", "width", "side", "limit", "chunk_size", "rounds"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, but got {getattr(options, name)}")
     options.out.mkdir(parents=True, exist_ok=True)
     figures = {
         "branches": which_branches_run(),
-        "branch ms": what_a_branch_costs(options.lanes, options.width, options.rounds),
+        "branch ms": what_a_branch_costs(options.slices, options.width, options.rounds),
     }
-    figures["loop"], turns, order = what_a_loop_costs(options.side, options.limit, options.chunk_size, options.rounds)
+    figures["loop"], counts, order = what_a_loop_costs(options.side, options.limit, options.chunk_size, options.rounds)
     figures["bounds"] = bounds_of_their_own()
     figures["slopes"] = in_the_branch_not_taken()
     picture = options.out / "control_flow.png"
-    draw(picture, turns, order, options.chunk_size)
+    draw(picture, counts, order, options.chunk_size)
     console.print(f"Picture: {picture}", markup=False)
     return figures
 

@@ -56,7 +56,7 @@ class Digits(NamedTuple):
 
 
 class Private(NamedTuple):
-    """The results of a private run: ε at each evaluation, accuracies (evaluations, seeds), noise, and both final ε."""
+    """Results of a private run: ε and accuracies (evaluations, seeds) at each evaluation, noise multiplier, final ε."""
 
     spent: list[float]
     accuracy: np.ndarray
@@ -96,7 +96,7 @@ def learn_openly(ensemble: Ensemble, train: Digits, tests: Digits, steps: int, s
 def learn_privately(
     ensemble: Ensemble, train: Digits, tests: Digits, steps: int, seed: int, target: float, accountant: str, looks: int
 ) -> Private:
-    """Train with DP-SGD, and evaluate `looks` times on the way."""
+    """Train with DP-SGD, and evaluate `looks` times during training."""
     dp = DPSGD(
         loss,
         optax.adam(RATE),
@@ -113,7 +113,7 @@ def learn_privately(
     spent, found = [], []
     with tqdm(total=steps, unit="step", dynamic_ncols=True) as bar:
         for stop in stops:
-            # All batches are padded to one size, since this small program takes longer to compile than to run.
+            # Pad all batches to one size, since this small program takes longer to compile than to run.
             steps_now = stop - int(state.step)
             state, _ = dp.fit(state, tuple(train), steps=steps_now, sizes=(BATCH * 5 // 4,), progress=False)
             spent.append(dp.epsilon(stop))
@@ -128,12 +128,12 @@ def report(openly: np.ndarray, private: dict[float, Private]) -> Table:
     """Return a table with a row for each kind of training, over the seeds."""
     seeds = len(openly)
     table = Table(title=f"Test accuracy of {seeds} networks each, δ = {DELTA:g}")
-    for head in ("", "noise", "ε of one", f"ε of all {seeds}", "mean", "worst", "best"):
+    for head in ("", "noise multiplier", "ε of one", f"ε of all {seeds}", "mean", "worst", "best"):
         table.add_column(head, justify="left" if not head else "right")
     table.add_row("without privacy", "", "∞", "∞", *_over_seeds(openly))
     for target, run in private.items():
         numbers = (f"{run.noise_multiplier:.2f}", f"{run.alone:.2f}", f"{run.together:.2f}")
-        table.add_row(f"to ε = {target:g}", *numbers, *_over_seeds(run.accuracy[-1]))
+        table.add_row(f"ε = {target:g}", *numbers, *_over_seeds(run.accuracy[-1]))
     return table
 
 
@@ -148,10 +148,12 @@ def draw(path: Path, openly: np.ndarray, private: dict[float, Private]) -> None:
     left.axhline(100 * openly.mean(), color="black", linestyle=":", label=f"without privacy, {openly.mean():.1%}")
     for target, run in private.items():
         percent = 100 * run.accuracy
-        name = f"to ε = {target:g}, noise of {run.noise_multiplier:.1f} clip norms"
+        name = f"ε = {target:g}, noise multiplier {run.noise_multiplier:.1f}"
         left.plot(run.spent, percent.mean(axis=1), "o-", color=colors[target], markersize=4, label=name)
         left.fill_between(run.spent, percent.min(axis=1), percent.max(axis=1), color=colors[target], alpha=0.2, lw=0)
-    left.set(xlabel=f"ε spent so far, at δ = {DELTA:g}", ylabel="test accuracy (%)", title="What each bit of ε buys")
+    left.set(
+        xlabel=f"ε spent (δ = {DELTA:g})", ylabel="test accuracy (%)", title="Accuracy against spent privacy budget"
+    )
     left.set_xlim(left=0)
     left.legend(loc="lower right")
 
@@ -164,7 +166,7 @@ def draw(path: Path, openly: np.ndarray, private: dict[float, Private]) -> None:
         right.text(place + 0.33, 100 * values.mean(), f"{values.mean():.1%}", va="center", color=color)
     right.set_xticks(range(len(ends)), list(ends))
     right.set(xlim=(-0.5, len(ends) - 0.2), ylabel="test accuracy (%)")
-    right.set(title=f"Each of {len(openly)} seeds at the end, and their mean")
+    right.set(title=f"Final accuracy of {len(openly)} seeds, and their mean")
     for panel in (left, right):
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(axis="y", alpha=0.3)
@@ -184,7 +186,7 @@ def main() -> None:
         default=0,
         help="seed of weights, batches and noise (default 0; a published model needs a secret key)",
     )
-    parser.add_argument("--accountant", default="pld", choices=("pld", "rdp"), help="how to compute ε (default pld)")
+    parser.add_argument("--accountant", default="pld", choices=("pld", "rdp"), help="accountant for ε (default pld)")
     options = parser.parse_args()
     for name in ("seeds", "steps", "looks"):
         if getattr(options, name) < 1:
@@ -204,8 +206,8 @@ def main() -> None:
     }
     console.print(report(openly, private))
     console.print(
-        "The ε of one network holds if a single network is published that was not chosen with the data. To publish all "
-        "of them, or the mean of their predictions, costs the ε of all."
+        "The ε of one network holds if a single network is published, and the data did not affect which one. "
+        "Publishing all networks, or the mean of their predictions, costs the ε of all."
     )
     picture = options.out / "dp_sgd_digits.png"
     draw(picture, openly, private)

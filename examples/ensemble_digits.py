@@ -108,23 +108,25 @@ def _row(values: object) -> list[str]:
 
 
 def draw(path: Path, rates: np.ndarray, test: Prediction, shuffled: Prediction, labels: np.ndarray) -> None:
-    """Draw two panels: the accuracy of the members and the ensemble, and the entropy for three groups of images."""
+    """Plot the accuracy of the members and the ensemble, and the entropy for three groups of images."""
     right = np.asarray(test.mean.argmax(axis=-1) == labels)
     entropy = np.asarray(test.entropy)
     figure, (left_panel, right_panel) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
 
     alone = 100 * np.asarray(metrics.accuracy(test.members, labels))
     together = 100 * float(metrics.accuracy(test.mean, labels))
-    left_panel.semilogx(rates, alone, "o", color="tab:blue", markersize=8, label="members, each alone")
-    left_panel.axhline(alone.mean(), color="tab:blue", linestyle=":", label=f"their mean, {alone.mean():.1f} %")
-    left_panel.axhline(together, color="tab:orange", linewidth=2.5, label=f"the ensemble, {together:.1f} %")
+    left_panel.semilogx(rates, alone, "o", color="tab:blue", markersize=8, label="single members")
+    left_panel.axhline(
+        alone.mean(), color="tab:blue", linestyle=":", label=f"mean of the members, {alone.mean():.1f} %"
+    )
+    left_panel.axhline(together, color="tab:orange", linewidth=2.5, label=f"ensemble, {together:.1f} %")
     left_panel.set(xlabel="learning rate of the member", ylabel="test accuracy (%)", title="Test accuracy")
     left_panel.xaxis.set_major_formatter(mpl.ticker.StrMethodFormatter("{x:g}"))
     left_panel.xaxis.set_minor_formatter(mpl.ticker.NullFormatter())
     left_panel.legend(loc="lower right")
 
     groups = {
-        "right": (entropy[right], "tab:blue"),
+        "correct": (entropy[right], "tab:blue"),
         "wrong": (entropy[~right], "tab:red"),
         "shuffled pixels": (np.asarray(shuffled.entropy), "tab:gray"),
     }
@@ -135,11 +137,11 @@ def draw(path: Path, rates: np.ndarray, test: Prediction, shuffled: Prediction, 
         if len(values):
             right_panel.hlines(np.median(values), place - 0.36, place + 0.36, color="black", linewidth=2.5)
     right_panel.axhline(np.log(10), color="black", linestyle=":", linewidth=1)
-    right_panel.text(-0.45, np.log(10) - 0.03, "no idea at all: ln 10", va="top")
+    right_panel.text(-0.45, np.log(10) - 0.03, "maximum: ln 10", va="top")
     right_panel.plot([], [], color="black", linewidth=2.5, label="median")
     right_panel.legend(loc="lower center")
     right_panel.set_xticks(range(3), [f"{name}\n({len(values)} images)" for name, (values, _) in groups.items()])
-    right_panel.set(xlim=(-0.5, 2.5), ylabel="predictive entropy (nats)", title="Predictive entropy by kind")
+    right_panel.set(xlim=(-0.5, 2.5), ylabel="predictive entropy (nats)", title="Predictive entropy of test images")
     for panel in (left_panel, right_panel):
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(axis="y", alpha=0.3)

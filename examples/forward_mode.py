@@ -56,9 +56,9 @@ def main() -> None:
     show("fn(x, y) = x² + y²: the value", out.primal, primal**2 + 1)
     show("its tangent 2·x·t: y is held constant", out.tangent, 2 * primal * tangent)
     both = dual(fn)(Dual(primal, tangent), Dual(y, y))
-    show("y with a tangent of its own: 2·x·t + 2·y", both.tangent, 2 * primal * tangent + 2)
+    show("a tangent for y, too: 2·x·t + 2·y", both.tangent, 2 * primal * tangent + 2)
     jitted = jax.jit(dual(fn))(Dual(primal, tangent), y)
-    show("a Dual is a pytree: the first tangent by jit", jitted.tangent, out.tangent)
+    show("a Dual is a pytree: the same under jit", jitted.tangent, out.tangent)
     basis = jnp.eye(3)
     columns = jax.vmap(lambda t: dual(jnp.sin)(Dual(primal[0], t)).tangent)(basis)
     show("vmap: columns of the Jacobian of sin", columns, jnp.diag(jnp.cos(primal[0])))
@@ -70,28 +70,28 @@ def main() -> None:
     gradient = grad(lambda model: jnp.sum(model(x)))(model)
     product = sum(jax.tree.leaves(jax.tree.map(jnp.vdot, gradient, direction)))
     show("tangent of the loss along a direction", out.tangent, product)
-    show("the gradient of reverse mode, times that", product, out.tangent)
+    show("reverse mode: gradient · direction", product, out.tangent)
 
-    print("\n3. The functional way: jvp")
+    print("\n3. The functional API: jvp")
     value, slope = jvp(fn, (primal, y), (tangent, y))
     show("jvp(fn, primals, tangents): the value", value, both.primal)
     show("its tangent, as above", slope, both.tangent)
     held = jvp(lambda x: fn(x, y), (primal,), (tangent,))[1]
-    show("y held constant, by closing over it", held, 2 * primal * tangent)
+    show("y held constant by a closure", held, 2 * primal * tangent)
 
     print("\n4. A custom rule")
     check_grads(log1pexp, (primal,), order=2, atol=1e-2, rtol=1e-2)
     far = Dual(jnp.array([-100.0, 0.0, 100.0]), jnp.ones(3))
-    show("log(1 + eˣ) as written: eˣ overflows at 100", dual(naive)(far).tangent,
+    show("tangents of log(1 + eˣ): eˣ overflows at 100", dual(naive)(far).tangent,
          [0, 0.5, np.nan])  # fmt: skip
     out = dual(log1pexp)(far)
-    show("written with care: the value", out.primal, [0, np.log(2), 100])
-    show("its derivative, by a rule that is checked", out.tangent, [0, 0.5, 1])
+    show("a version without overflow: the value", out.primal, [0, np.log(2), 100])
+    show("its derivative by the custom rule", out.tangent, [0, 0.5, 1])
 
-    print("\n5. Higher orders: duals of duals, or derivative")
+    print("\n5. Higher orders: nested duals, or derivative")
     slope_of = lambda x: dual(jnp.sin)(Dual(x, jnp.ones_like(x))).tangent  # noqa: E731 (a formula)
     second = dual(slope_of)(Dual(primal, jnp.ones_like(primal)))
-    show("sin″ by a dual of a dual", second.tangent, -jnp.sin(primal))
+    show("sin″ by nested duals", second.tangent, -jnp.sin(primal))
     show("sin‴ by Taylor mode", derivative(jnp.sin, 3)(primal), -jnp.cos(primal))
 
 

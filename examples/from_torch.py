@@ -3,7 +3,7 @@
     python examples/from_torch.py
 
 The PyTorch network is small, but has the layers whose parameters differ from Flax: convolutions, batch norms,
-attention, and a dense layer after a flattening. If PyTorch is installed, the script creates the network and writes its
+attention, and a dense layer after a flatten. If PyTorch is installed, the script creates the network and writes its
 state dict with safetensors; otherwise it reads `from_torch.safetensors`, which was created in the same way.
 `load_params` then needs two rules, one for names and one for axes, and raises for parameters that the rules miss.
 """
@@ -30,7 +30,7 @@ MADE_BEFORE = Path(__file__).with_suffix(".safetensors")
 
 
 class Net(nnx.Module):
-    """Images (batch, 12, 8, 3) to logits (batch, 5)."""
+    """A network for images (batch, 12, 8, 3), with logits (batch, 5)."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.conv1, self.bn1 = nnx.Conv(3, 4, (3, 3), rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
@@ -39,7 +39,7 @@ class Net(nnx.Module):
         self.fc = nnx.Linear(3 * 2 * CHANNELS, CLASSES, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return logits (batch, 5); channels come last, also in the flattening."""
+        """Return logits (batch, 5); channels are last, also when flattened."""
         x = nnx.max_pool(nnx.relu(self.bn1(self.conv1(x))), (2, 2), (2, 2))
         x = nnx.max_pool(nnx.relu(self.bn2(self.conv2(x))), (2, 2), (2, 2))
         return self.fc(self.attention(x.reshape(len(x), 6, CHANNELS)).reshape(len(x), -1))
@@ -60,7 +60,7 @@ def from_torch(file: Path) -> None:
             self.fc = nn.Linear(CHANNELS * 3 * 2, CLASSES)
 
         def forward(self, x: Any) -> Any:
-            """Return logits (batch, 5); channels come first, also in the flattening."""
+            """Return logits (batch, 5); channels are first, also when flattened."""
             x = nn.functional.max_pool2d(self.bn1(self.conv1(x)).relu(), 2)
             x = nn.functional.max_pool2d(self.bn2(self.conv2(x)).relu(), 2)
             tokens = x.flatten(2).transpose(1, 2)
@@ -70,7 +70,7 @@ def from_torch(file: Path) -> None:
     torch.manual_seed(0)
     model = TorchNet()
     optimizer = torch.optim.Adam(model.parameters(), 0.02)
-    for _ in range(30):  # so that statistics, scales and biases differ from their initial values
+    for _ in range(30):  # statistics, scales and biases then differ from their initial values
         images = torch.randn(16, 3, 12, 8)
         loss = nn.functional.cross_entropy(model(images), images.mean((2, 3)).argmax(1))
         optimizer.zero_grad()
@@ -84,7 +84,7 @@ def from_torch(file: Path) -> None:
 
 
 def split_projections(file: Path, target: Path) -> None:
-    """Split the array in which PyTorch stores the weights of queries, keys and values into one array for each."""
+    """Split PyTorch's combined weights of queries, keys and values into separate arrays."""
     arrays = load_file(file)
     for kind in ("weight", "bias"):
         parts = np.split(arrays.pop(f"attention.in_proj_{kind}"), 3)
@@ -125,10 +125,10 @@ def main() -> None:
         file = options.file or options.keep or Path(folder) / "torch.safetensors"
         if options.file is None and importlib.util.find_spec("torch") is not None:
             from_torch(file)
-            print("The network was made and run by PyTorch just now.")
+            print("PyTorch created and ran the network in this process.")
         else:
             file = options.file or MADE_BEFORE
-            print(f"The network was made and run by PyTorch before: {file.name}.")
+            print(f"PyTorch created and ran the network earlier: {file.name}.")
         split = Path(folder) / "split.safetensors"
         split_projections(file, split)
         # Only shapes and dtypes: the parameters are not initialized, since they are replaced.
@@ -143,17 +143,17 @@ def main() -> None:
         example = load_file(file)
     model.eval()
     logits = model(jnp.asarray(example["example.images"].transpose(0, 2, 3, 1)))
-    apart = float(np.abs(logits - example["example.logits"]).max())
+    deviation = float(np.abs(logits - example["example.logits"]).max())
 
     total = sum(x.size for x in named_parameters(model).values())
     print(
-        f"\nWith rules: {len(named_parameters(model))} arrays of parameters with {total} numbers, and 4 of statistics."
+        f"\nWith rules: {len(named_parameters(model))} parameter arrays with {total} numbers, 4 arrays of statistics."
     )
-    print(f"Logits of {len(logits)} images: at most {apart:.1e} from PyTorch's.")
+    print(f"Logits of {len(logits)} images differ from PyTorch's by at most {deviation:.1e}.")
     tuned = freeze(model, nnx.Not("fc"))
     left = sum(x.size for x in jax.tree.leaves(nnx.state(tuned, nnx.Param)))
-    print(f"To tune the last layer only: freeze(model, nnx.Not('fc')) leaves {left} numbers that train.")
-    if apart > 1e-5:
+    print(f"To fine-tune only the last layer: freeze(model, nnx.Not('fc')) leaves {left} trainable numbers.")
+    if deviation > 1e-5:
         raise SystemExit("the two networks disagree")
 
 

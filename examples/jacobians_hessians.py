@@ -3,8 +3,8 @@
     python examples/jacobians_hessians.py
 
 The steps follow PyTorch's tutorial "Jacobians, Hessians, hvp, vhp, and more: composing function transforms", with its
-sizes. Every result is checked against another method before it is printed. Times are those of compiled programs, the
-best of several calls.
+sizes. Every result is checked against another method before it is printed. Times are the best of several calls of
+compiled programs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def timed(fun: Callable[..., Any], *args: Any) -> tuple[Any, float]:
 
 
 def main() -> None:
-    print("1. The Jacobian of tanh(Wx + b), 16 to 16")
+    print("1. The Jacobian of tanh(Wx + b), 16 inputs and 16 outputs")
     weight, bias, x = layer(16, 16)
     slope = 1 - predict(weight, bias, x) ** 2
     expected = slope[:, None] * weight
@@ -60,24 +60,24 @@ def main() -> None:
     check(jnp.stack([pull(row)[0] for row in jnp.eye(16)]), expected)
     print(f"   a vjp for each row, in a loop     {expected.shape}")
     check(vmap(pull)(jnp.eye(16))[0], expected)
-    print("   the same vjp mapped over the rows")
+    print("   one vjp, mapped over the rows")
     for transform in (jacrev, jacfwd, jacobian):
         check(transform(predict, argnums=2)(weight, bias, x), expected)
     print("   jacrev, jacfwd, jacobian: one call")
 
-    print("\n2. By several arguments at once, or by the parameters of a module")
+    print("\n2. With respect to several arguments, or to the parameters of a module")
     by_weight, by_bias = jacrev(predict, argnums=(0, 1))(weight, bias, x)
     check(by_bias, jnp.diag(slope))
     check(by_weight, jnp.einsum("o,op,i->opi", slope, jnp.eye(16), x))
-    print(f"   by weight and bias                {by_weight.shape}, {by_bias.shape}")
+    print(f"   weight and bias                   {by_weight.shape}, {by_bias.shape}")
     model = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
     model.kernel[...], model.bias[...] = weight.T, bias
     of_module = jacrev(lambda model, x: jnp.tanh(model(x)))(model, x)
     check(of_module["bias"][...], by_bias)
     check(of_module["kernel"][...], jnp.swapaxes(by_weight, 1, 2))
-    print(f"   by those of a Flax module         {of_module['kernel'].shape}, {of_module['bias'].shape}")
+    print(f"   parameters of a Flax module       {of_module['kernel'].shape}, {of_module['bias'].shape}")
 
-    print("\n3. Columns or rows? jacobian takes what is cheaper, without running either")
+    print("\n3. Columns or rows? jacobian picks the cheaper mode, without running either")
     for inputs, outputs in ((32, 2048), (2048, 32)):
         arguments = layer(inputs, outputs)
         forward, columns = timed(jacfwd(predict, 2), *arguments)
@@ -88,10 +88,10 @@ def main() -> None:
         choice = jacobian(predict, 2).explain(*arguments)
         print(
             f"   {inputs:4} to {outputs:4}: jacfwd {columns:6.2f} ms, jacrev {rows:6.2f} ms, jacobian {taken:6.2f} ms\n"
-            f"                 {choice.mode}, since {choice.why}"
+            f"                 {choice.mode} mode: {choice.why}"
         )
 
-    print("\n4. In less memory: the columns in chunks, as many at a time as fit")
+    print("\n4. Less memory: columns in chunks of a given size, or as many as fit")
     arguments = layer(512, 512)
     dense, _ = timed(jacfwd(predict, 2), *arguments)
     for options in ({}, {"chunk_size": 16}, {"memory_budget": "128KiB"}):
@@ -100,7 +100,7 @@ def main() -> None:
         temporaries = compiled.memory_analysis().temp_size_in_bytes
         print(f"   {options or 'all at once'!s:30} {temporaries / 2**10:7.1f} KiB of temporaries")
 
-    print("\n5. The Hessian of 512 inputs, 32 outputs, by any two modes")
+    print("\n5. The Hessian for 512 inputs and 32 outputs, by pairs of modes")
     weight, bias, x = layer(512, 32)
     t = predict(weight, bias, x)
     expected = jnp.einsum("o,oi,oj->oij", -2 * t * (1 - t**2), weight, weight)
@@ -109,7 +109,7 @@ def main() -> None:
         check(found, expected)
         print(f"   {mode}  {found.shape}  {took:7.1f} ms")
 
-    print("\n6. A Jacobian and a Hessian for each sample of a batch: 64 samples, 31 to 33")
+    print("\n6. A Jacobian and a Hessian for each sample of a batch: 64 samples, 31 inputs, 33 outputs")
     weight, bias, _ = layer(31, 33)
     batch = jnp.asarray(np.random.default_rng(1).normal(size=(64, 31)), jnp.float32)
     expected = (1 - jnp.tanh(batch @ weight.T + bias) ** 2)[:, :, None] * weight
@@ -120,18 +120,18 @@ def main() -> None:
         return jnp.tanh(batch @ weight.T + bias)
 
     check(batch_jacobian(of_batch, rows="independent", check=True)(batch), expected)
-    print('   batch_jacobian, rows="independent": the batch is summed, since no row depends on another')
+    print('   batch_jacobian, rows="independent": sums over the batch, since no row depends on another')
     try:
         batch_jacobian(lambda batch: of_batch(batch - batch.mean(0)), rows="independent", check=True)(batch)
     except ValueError as error:
-        print(textwrap.fill(f"of rows that do: {error}", 96, initial_indent="   ", subsequent_indent="   "))
+        print(textwrap.fill(f"if rows depend on others: {error}", 96, initial_indent="   ", subsequent_indent="   "))
     else:
-        raise AssertionError("rows that depend on each other were taken")
+        raise AssertionError("dependent rows were accepted")
     curvature = vmap(hessian(predict, 2), in_axes=(None, None, 0))(weight, bias, batch)
     check(curvature[5], hessian(predict, 2)(weight, bias, batch[5]))
     print(f"   vmap of hessian                   {curvature.shape}")
 
-    print("\n7. Products with the Hessian of sum(sin x), 2048 numbers: it is never formed")
+    print("\n7. Products with the Hessian of sum(sin x), 2048 inputs, without forming it")
     rng = np.random.default_rng(2)
     x, v = (jnp.asarray(rng.normal(size=2048), jnp.float32) for _ in range(2))
 
@@ -145,10 +145,10 @@ def main() -> None:
     check(vhp(energy, x, v), product)
     value, gradient, product = value_grad_and_hvp(energy, x, v)
     check((value, gradient, product), (energy(x), jnp.cos(x), -jnp.sin(x) * v))
-    print("   value, gradient and product from one pass")
+    print("   value_grad_and_hvp: value, gradient and product in one pass")
     many = vmap(lambda v: hvp(energy, x, v))(jnp.stack([v, 2 * v, 3 * v]))
     check(many, jnp.stack([product, 2 * product, 3 * product]))
-    print(f"   three vectors by vmap             {many.shape}")
+    print(f"   three vectors, by vmap            {many.shape}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ It solves Maxwell's equations in the time domain, on the staggered grid of Yee (
 with the absorbing layer of Berenger (J. Comput. Phys. 114, 1994). MindSpore's tutorial on vmap mentions this as an
 application. Lengths are in wavelengths of the source in vacuum; the speed of light in vacuum is 1. The script
 
-1. compares a wave with the analytic solution (speed, decay, and the whole signal) on finer and finer grids;
+1. compares a wave with the analytic solution (speed, decay, and the whole signal) on successively finer grids;
 2. computes and times the waves of many sources one by one, by `vmap`, and by `vmap` in chunks;
 3. differentiates the signals with respect to the permittivity of each cell, through all time steps, in bounded memory;
 4. finds a hidden square with that gradient, and draws `maxwell.png`.
@@ -156,24 +156,24 @@ def against_the_analytic_wave(cells: Sequence[int]) -> dict[str, Any]:
         for each in cells:
             times, signals = one_source(each, index)
             exact = np.stack([analytic(r, times, index) for r in DISTANCES], axis=1)
-            apart = float((np.linalg.norm(signals - exact, axis=0) / np.linalg.norm(exact, axis=0)).max())
+            deviation = float((np.linalg.norm(signals - exact, axis=0) / np.linalg.norm(exact, axis=0)).max())
             speed = 1 / np.polyfit(DISTANCES, [arrival(times, signal) for signal in signals.T], 1)[0]
             decay = np.polyfit(np.log(DISTANCES), np.log(np.abs(signals).max(axis=0)), 1)[0]
-            rows.append((name, each, f"{speed:.4f}", f"{decay:.3f}", f"{apart:.2%}"))
-            found[name, each] = {"times": times, "signals": signals, "exact": exact, "apart": apart}
+            rows.append((name, each, f"{speed:.4f}", f"{decay:.3f}", f"{deviation:.2%}"))
+            found[name, each] = {"times": times, "signals": signals, "exact": exact, "deviation": deviation}
         check(f"the error of the speed in {name}", abs(speed * index - 1), 0.01 * max(1, (40 / each) ** 2))
         if index == 1:
-            check("the decay's exponent beside -1/2", abs(decay + 0.5), 0.01)
-            order = np.log2(found[name, cells[-2]]["apart"] / apart) / np.log2(cells[-1] / cells[-2])
-            check("the order of the error beside 2", abs(order - 2), 0.2)
+            check("the error of the decay exponent", abs(decay + 0.5), 0.01)
+            order = np.log2(found[name, cells[-2]]["deviation"] / deviation) / np.log2(cells[-1] / cells[-2])
+            check("the difference of the order from 2", abs(order - 2), 0.2)
     show(
-        "1. Against the analytic wave, at 1 to 4 wavelengths",
-        ("medium", "cells in a wavelength", "speed", "amplitude ~ r to the", "signal apart, at most"),
+        "1. Comparison with the analytic wave, at 1 to 4 wavelengths",
+        ("medium", "cells per wavelength", "speed", "decay exponent", "largest error of a signal"),
         rows,
     )
     near, (_, far) = found["vacuum", cells[0]]["signals"], one_source(cells[0], 1.0, margin=3.5)
-    back = check("what comes back from the layer", float(np.abs(near - far).max() / np.abs(far).max()), 5e-3)
-    console.print(f"Order of the error in vacuum: {order:.2f}. Of the wave {back:.1e} comes back from the layer.")
+    back = check("the reflection of the layer", float(np.abs(near - far).max() / np.abs(far).max()), 5e-3)
+    console.print(f"Order of the error in vacuum: {order:.2f}. Reflected by the layer: {back:.1e} of the wave.")
     return found
 
 
@@ -181,7 +181,7 @@ def against_the_analytic_wave(cells: Sequence[int]) -> dict[str, Any]:
 
 
 def milliseconds(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Return the median time of each call; the calls alternate, and all are compiled."""
+    """Return the median time of each call; the calls alternate."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -200,7 +200,7 @@ def built(fun: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], floa
 
 def many_sources(sources: int, rounds: int) -> dict[str, dict[str, float]]:
     """Time random sources in a small and a larger room, with eight receivers, for each method."""
-    cells, found, rows, apart = 10, {}, [], 0.0
+    cells, found, rows, deviation = 10, {}, [], 0.0
     for side in (1, 6):
         epsilon, times = vacuum(side, side, cells), moments(DELAY + side, cells)
         at = jnp.asarray(place(np.random.default_rng(0).uniform(0, side, (sources, 2)), cells))
@@ -218,14 +218,16 @@ def many_sources(sources: int, rounds: int) -> dict[str, dict[str, float]]:
         calls = {name: lambda way=way, at=at: way(at) for name, (way, *_) in ways.items()}
         calls["one by one"] = lambda one=ways["one by one"][0], at=list(at): jnp.stack([one(each) for each in at])
         outs = [np.asarray(call()) for call in calls.values()]
-        apart = max(apart, *(np.abs(out - outs[0]).max() / np.abs(outs[0]).max() for out in outs))
+        deviation = max(deviation, *(np.abs(out - outs[0]).max() / np.abs(outs[0]).max() for out in outs))
         grid = " × ".join(map(str, epsilon.shape))
         found[grid] = milliseconds(calls, rounds)
         for name, (_, seconds, mebibytes) in ways.items():
             rows.append((grid, name, f"{seconds:.1f}", f"{found[grid][name]:.1f}", f"{mebibytes:.2f}"))
     head = ("cells", "", "compile, s", "run, ms", "temporaries, MiB")
     show(f"2. {sources} sources, {len(times)} steps in the larger room", head, rows)
-    console.print(f"Signals of all ways differ by at most {check('vmap beside one by one', apart, 1e-5):.0e}.")
+    console.print(
+        f"Signals of all methods differ by at most {check('the difference of methods', deviation, 1e-5):.0e}."
+    )
     return found
 
 
@@ -233,7 +235,7 @@ def many_sources(sources: int, rounds: int) -> dict[str, dict[str, float]]:
 
 
 class Scene:
-    """A ring of antennas around a window of unknown permittivity; each sends in turn, and all receive."""
+    """A ring of antennas around a window of unknown permittivity; one sends at a time, and all receive."""
 
     def __init__(self, cells: int, antennas: int, segments: int) -> None:
         self.cells, self.segments = cells, segments
@@ -258,9 +260,9 @@ class Scene:
         """Return signals of the hidden square, with noise relative to its effect, and the misfit of an empty window."""
         signals = jax.jit(self.signals)
         empty, full = signals(self.none), signals(self.hidden)
-        turned = float(jnp.abs(full - full.transpose(2, 1, 0)).max() / jnp.abs(full).max())
-        check("what two antennas hear otherwise in each other's place", turned, 1e-10)
-        console.print(f"\nSender and receiver may change places: signals differ by {turned:.0e}.")
+        exchanged = float(jnp.abs(full - full.transpose(2, 1, 0)).max() / jnp.abs(full).max())
+        check("the difference between exchanged antennas", exchanged, 1e-10)
+        console.print(f"\nReciprocity: signals differ by {exchanged:.0e} if sender and receiver are exchanged.")
         full += noise * jnp.std(full - empty) * np.random.default_rng(2).normal(size=full.shape)
         return full, jnp.sum((full - empty) ** 2)
 
@@ -273,24 +275,24 @@ def gradients(scene: Scene, measured: Any, rounds: int) -> Callable[[jax.Array],
     """Return the misfit and its gradient in time segments, checked against storing all steps and finite differences."""
     ways = {
         name: built(value_and_grad(lambda change, n=n: scene.misfit(change, measured, n)), scene.none)
-        for name, n in (("all steps kept", 1), (f"{scene.segments} segments", scene.segments))
+        for name, n in (("all steps stored", 1), (f"{scene.segments} segments", scene.segments))
     }
     (kept, *_), (gradient, *_) = ways.values()
     change, middle = 0.1 * jnp.asarray(np.random.default_rng(1).uniform(size=scene.none.shape)), scene.cells
-    slope, apart = gradient(change)[1], []
+    slope, deviation = gradient(change)[1], []
     for cell in ((0, 0), (middle // 2, middle), (middle, middle), (middle, 2 * middle - 1)):
         up, down = (float(gradient(change.at[cell].add(by))[0]) for by in (1e-4, -1e-4))
-        apart.append(abs(float(slope[cell]) / ((up - down) / 2e-4) - 1))
+        deviation.append(abs(float(slope[cell]) / ((up - down) / 2e-4) - 1))
     otherwise = float(jnp.abs(kept(change)[1] - slope).max() / jnp.abs(slope).max())
-    check("what segments make of the gradient", otherwise, 1e-10)
-    check("the gradient beside central differences", max(apart), 1e-6)
+    check("the difference of the gradient in segments", otherwise, 1e-10)
+    check("the difference from central differences", max(deviation), 1e-6)
     taken = milliseconds({name: lambda way=way: way(change) for name, (way, *_) in ways.items()}, rounds)
     show(
-        f"3. The gradient of {len(scene.antennas)} sources, {len(scene.times)} steps, for {change.size} unknowns",
+        f"3. The gradient for {change.size} unknowns, {len(scene.antennas)} sources and {len(scene.times)} steps",
         ("", "compile, s", "run, ms", "temporaries, MiB"),
         [(name, f"{way[1]:.1f}", f"{taken[name]:.0f}", f"{way[2]:.1f}") for name, way in ways.items()],
     )
-    console.print(f"For four cells it differs from central differences by at most {max(apart):.0e}.")
+    console.print(f"At four cells it differs from central differences by at most {max(deviation):.0e}.")
     return gradient
 
 
@@ -324,32 +326,32 @@ def draw(path: Path, scene: Scene, waves: dict[Any, Any], times: Any, change: np
     x, y = (fine.antennas / 40 - LAYER).T
     field.plot(y[1:], x[1:], "o", color="black", markersize=3)
     field.plot(y[0], x[0], "*", color="black", markersize=12)
-    field.set(title="A wave from ★ meets a hidden square", xlabel="wavelengths", ylabel="wavelengths")
+    field.set(title="Wave from one antenna (★), hidden square", xlabel="wavelengths", ylabel="wavelengths")
     field.set(xlim=(0, 4), ylim=(0, 4), xticks=range(5), yticks=range(5))
 
     best = max(cells for _, cells in waves)
     one = waves["vacuum", best]
     for k, color in ((0, "tab:blue"), (1, "tab:orange"), (3, "tab:green")):
-        signal.plot(one["times"], one["signals"][:, k], color=color, linewidth=4, alpha=0.5, label=f"{k + 1} away")
+        signal.plot(one["times"], one["signals"][:, k], color=color, linewidth=4, alpha=0.5, label=f"distance {k + 1}")
         signal.plot(
             one["times"], one["exact"][:, k], color="black", linewidth=0.9, label="analytic" if k == 3 else None
         )
-    signal.set(title=f"Received, {best} cells in a wavelength", xlabel="time (periods)", ylabel="electric field")
+    signal.set(title=f"Received signals, {best} cells per wavelength", xlabel="time (periods)", ylabel="electric field")
     for name, marker in (("vacuum", "o"), ("permittivity 4", "s")):
         cells = np.array([each for medium, each in waves if medium == name])
-        apart = np.array([waves[name, each]["apart"] for each in cells])
-        error.plot(cells, apart, marker=marker, label=name)
-        error.plot(cells, apart[-1] * (cells[-1] / cells) ** 2, color="black", linewidth=0.8, linestyle=":")
+        deviation = np.array([waves[name, each]["deviation"] for each in cells])
+        error.plot(cells, deviation, marker=marker, label=name)
+        error.plot(cells, deviation[-1] * (cells[-1] / cells) ** 2, color="black", linewidth=0.8, linestyle=":")
     error.plot([], [], color="black", linewidth=0.8, linestyle=":", label="second order")
-    error.set(title="Signals beside the analytic ones", xlabel="cells in a wavelength", ylabel="relative L2 error")
+    error.set(title="Error of the signals", xlabel="cells per wavelength", ylabel="relative L2 error")
     error.set(xscale="log", yscale="log")
     error.set_xticks(cells, [str(each) for each in cells])
     error.minorticks_off()
     error.yaxis.set_major_formatter(mpl.ticker.PercentFormatter(1, decimals=None))
 
     for panel, values, title in (
-        (true, np.asarray(scene.hidden), "The hidden square"),
-        (found, change, f"Found in {len(misfits) - 1} steps: misfit 1/{misfits[0] / misfits[-1]:.0f}"),
+        (true, np.asarray(scene.hidden), "True permittivity"),
+        (found, change, f"Reconstruction after {len(misfits) - 1} steps"),
     ):
         image = panel.imshow(1 + values, extent=(1, 3, 1, 3), origin="lower", vmin=1, vmax=1.6, cmap="viridis")
         panel.set(title=title, xlabel="wavelengths", ylabel="wavelengths", xticks=(1, 2, 3), yticks=(1, 2, 3))
@@ -361,10 +363,10 @@ def draw(path: Path, scene: Scene, waves: dict[Any, Any], times: Any, change: np
         rows, ratios = np.array(shown).T
         drawn = bars.barh(rows + 0.4 * (k - 0.5), ratios, 0.36, label=f"{grid} cells")
         bars.bar_label(drawn, [f"{ms:.0f} ms" for ms in taken.values()], padding=3, fontsize=8)
-    bars.set_yticks(range(len(names)), ["one by one", "vmap", f"chunks of {CHUNK}", f"in {BUDGET}"])
+    bars.set_yticks(range(len(names)), ["one by one", "vmap", f"chunks of {CHUNK}", f"budget {BUDGET}"])
     bars.set_ylim(len(names) + 0.1, -0.6)
     bars.margins(x=0.25)
-    bars.set(title="Time of all sources", xlabel="of that one by one")
+    bars.set(title="Time of all sources", xlabel="time / time one by one")
     for panel, corner in ((signal, "upper right"), (error, "upper right"), (bars, "lower right")):
         panel.legend(loc=corner, fontsize=8, frameon=False, ncols=2 if panel is bars else 1)
         panel.spines[["top", "right"]].set_visible(False)
@@ -398,10 +400,10 @@ def main(arguments: list[str] | None = None) -> None:
         gradient = gradients(scene, scene.measure(noise), options.rounds)
         change, misfits = find(scene, gradient, options.steps)
     hidden = np.asarray(scene.hidden)
-    apart = np.linalg.norm(change - hidden) / np.linalg.norm(hidden)
+    deviation = np.linalg.norm(change - hidden) / np.linalg.norm(hidden)
     console.print(
-        f"4. After {options.steps} steps the misfit is {misfits[-1]:.4f} of what it was (noise alone: {noise**2:.4f}), "
-        f"and the map {apart:.0%} from the true one."
+        f"4. After {options.steps} steps the misfit is {misfits[-1]:.4f} of its initial value "
+        f"(noise alone: {noise**2:.4f}), and the relative error of the map is {deviation:.0%}."
     )
     check("the misfit", misfits[-1], 0.01 if options.steps >= 40 and options.antennas >= 12 else misfits[0])
     picture = options.out / "maxwell.png"

@@ -31,7 +31,7 @@ BATCH = 64
 
 
 class MLP(nnx.Module):
-    """Two dense layers for the 64 pixels of a digit."""
+    """Two dense layers, for digits of 64 pixels."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.hidden = nnx.Linear(64, 48, rngs=rngs)
@@ -95,8 +95,9 @@ def read(members: int, out: Path) -> None:
     np.testing.assert_allclose(alone(images), ensemble(images)[-1], rtol=1e-5, atol=1e-5)
     each = metrics.accuracy(prediction.members, labels)
     print(
-        f"read {path.name} in one process: accuracy {float(metrics.accuracy(prediction.mean, labels)):.1%} together, "
-        f"{float(each.min()):.1%} to {float(each.max()):.1%} each;\nmember {members - 1} alone agrees"
+        f"read {path.name} in one process: accuracy {float(metrics.accuracy(prediction.mean, labels)):.1%} of the "
+        f"ensemble, {float(each.min()):.1%} to {float(each.max()):.1%} of a member;\n"
+        f"member {members - 1}, loaded alone, gives the same logits"
     )
 
 
@@ -110,16 +111,16 @@ def start(processes: int, arguments: list[str]) -> None:
         subprocess.Popen([sys.executable, __file__, "--process", str(i), *options], stdout=subprocess.PIPE, text=True)
         for i in range(processes)
     ]
-    for process in started:  # prints only their reports, in order, not the log of the connection
+    for process in started:  # prints their reports in order, without the log of the connection
         print(*(line for line in process.stdout if line.startswith("process")), sep="", end="", flush=True)
     if any([process.wait() for process in started]):
-        raise SystemExit("a process has failed")
+        raise SystemExit("a process failed")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--processes", type=int, default=2, help="number of processes (2)")
-    parser.add_argument("--process", type=int, help="index of this process; without it, all are started here")
+    parser.add_argument("--process", type=int, help="index of this process; by default, all are started here")
     parser.add_argument("--coordinator", help="address and port of the first process, such as host0:8476")
     parser.add_argument("--members", type=int, default=8, help="number of members (8)")
     parser.add_argument("--steps", type=int, default=200, help="number of steps (200)")

@@ -1,4 +1,4 @@
-"""Per-sample gradients, their norms without the gradients, and wrong labels detected by the norms.
+"""Compute per-sample gradients and their norms, and detect wrong labels by the norms.
 
     python examples/per_sample_gradients.py --steps 150 --out demo
 
@@ -65,13 +65,13 @@ def compare(batch: int) -> None:
     norms = nnx.jit(per_sample_norm(loss, batch_argnums=(1, 2)))(model, images, labels)
     expected = [optax.tree.norm(gradient) for gradient in by_loop]
     np.testing.assert_allclose(norms, expected, rtol=1e-3)
-    print(f"per_sample_norm: their norms, {norms.min():.2f} to {norms.max():.2f}, without holding them")
+    print(f"per_sample_norm: their norms, {norms.min():.2f} to {norms.max():.2f}, without materializing them")
     clipped = clipped_grad(loss, l2_clip_norm=1.0, batch_argnums=(1, 2))
     weights = [min(1.0, 1.0 / float(norm)) for norm in expected]
     total = jax.tree.map(lambda *leaves: sum(w * leaf for w, leaf in zip(weights, leaves, strict=True)), *by_loop)
     found = nnx.jit(lambda *args: clipped(*args))(model, images, labels)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), found, total)
-    print("clipped_grad: the sum of them, each clipped to norm 1; what it does with each parameter:\n")
+    print("clipped_grad: the sum of the gradients, each clipped to norm 1; the rule for each parameter:\n")
     for use in clipped.explain(model, images, labels).uses:
         print(f"  {use.parameter.removeprefix('model'):22} {use.rule:14} {use.why}")
 
@@ -98,14 +98,14 @@ def find_wrong_labels(steps: int, out: Path) -> None:
             bar.set_postfix(loss=f"{float(step(model, optimizer, images[batch], given[batch])):.3f}", refresh=False)
     norms = np.asarray(nnx.jit(per_sample_norm(loss, batch_argnums=(1, 2)))(model, images, given))
     area = roc_auc_score(wrong, norms)
-    right, pulled = np.median(norms[~wrong]), np.median(norms[wrong])
-    print(f"\nmedian norm of a gradient: {right:.3f} with the right label, {pulled:.3f} with a wrong one;")
-    print(f"they are told apart with an AUC of {area:.3f}")
+    correct, incorrect = np.median(norms[~wrong]), np.median(norms[wrong])
+    print(f"\nmedian gradient norm: {correct:.3f} with the correct label, {incorrect:.3f} with a wrong label")
+    print(f"AUC of the norm as a detector of wrong labels: {area:.3f}")
     figure, axes = plt.subplots(figsize=(7, 3.8), layout="constrained")
     bins = np.geomspace(max(norms.min(), 1e-4), norms.max(), 40)
-    for kind, name, color in ((~wrong, "right label", "tab:blue"), (wrong, "wrong label", "tab:red")):
+    for kind, name, color in ((~wrong, "correct label", "tab:blue"), (wrong, "wrong label", "tab:red")):
         axes.hist(norms[kind], bins, color=color, alpha=0.6, label=f"{name} ({kind.sum()} images)")
-    axes.set(xscale="log", xlabel="norm of the gradient", ylabel="images", title="Wrong labels pull hardest")
+    axes.set(xscale="log", xlabel="gradient norm", ylabel="images", title="Per-sample gradient norms")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend()
     out.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,7 @@ from plurax.transforms.program import fold_bn, profile, trace_diff
 
 
 class Block(nnx.Module):
-    """A residual block: two convolutions of 3 x 3, added to the input."""
+    """A residual block: two 3 x 3 convolutions with a skip connection."""
 
     def __init__(self, channels_in: int, channels: int, stride: int, rngs: nnx.Rngs) -> None:
         self.conv1 = convolution(channels_in, channels, 3, stride, rngs)
@@ -48,7 +48,7 @@ class Block(nnx.Module):
 
 
 class ResNet18(nnx.Module):
-    """He et al. 2016, "Deep Residual Learning for Image Recognition", in the version of torchvision."""
+    """The ResNet-18 of torchvision (He et al. 2016, "Deep Residual Learning for Image Recognition")."""
 
     def __init__(self, width: int, rngs: nnx.Rngs) -> None:
         self.conv1 = convolution(3, width, 7, 2, rngs)
@@ -79,7 +79,7 @@ def convolution(channels_in: int, channels: int, window: int, stride: int, rngs:
 
 
 def resnet18(width: int = 64, seed: int = 0) -> ResNet18:
-    """Return a ResNet-18 in evaluation mode, with random weights and with random running statistics, as if trained."""
+    """Return a ResNet-18 in evaluation mode, with random weights and random running statistics."""
     model = ResNet18(width, nnx.Rngs(seed))
     generator = np.random.default_rng(seed)
     for _, part in nnx.iter_modules(model):
@@ -119,8 +119,8 @@ def main() -> None:
     show("\n" + compiled.table(by="op", top=options.top))
 
     folded, params, report = fold_bn(lambda model, x: model(x), model, images)
-    apart = float(jnp.abs(folded(params, images) - model(images)).max())
-    print(f"\n{len(report.folded)} batch norms folded, {len(report.kept)} kept; outputs at most {apart:.1e} apart.")
+    error = float(jnp.abs(folded(params, images) - model(images)).max())
+    print(f"\n{len(report.folded)} batch norms folded, {len(report.kept)} kept; outputs differ by at most {error:.1e}.")
 
     def as_written(images: jax.Array) -> jax.Array:
         return model(images)

@@ -43,7 +43,7 @@ def show(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     console.print(table)
 
 
-def in_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+def median_times(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
     """Return the median time of each call in µs; the calls alternate, and the first round is not counted."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
@@ -65,7 +65,7 @@ def compiled(ways: dict[str, tuple[Any, ...]], rounds: int) -> dict[str, Any]:
         "results": {name: program() for name, program in programs.items()},
         "instructions": {name: program.func.as_text().count(" = ") for name, program in programs.items()},
         "compile_ms": compile_ms,
-        "run_us": in_turns(programs, rounds),
+        "run_us": median_times(programs, rounds),
     }
 
 
@@ -80,7 +80,7 @@ def show_compiled(title: str, found: dict[str, Any]) -> None:
 
 @functools.singledispatch
 def add(x: Any, y: Any) -> Any:  # noqa: ARG001 (the rules take it)
-    raise TypeError(f"add knows numbers and arrays, not {type(x).__name__}")
+    raise TypeError(f"add supports numbers and arrays, not {type(x).__name__}")
 
 
 @add.register(int)
@@ -103,7 +103,7 @@ def one_rule_for_each_type(entries: int, rounds: int) -> dict[str, Any]:
         "MultitypeFuncGraph selects a function by the types of its arguments, and HyperMap applies it to each entry, "
         "which compiles faster than a loop.",
         "functools.singledispatch selects by the type of the first argument, and jax.tree.map applies it to any "
-        "pytree. The compiled program is that of the loop; only a single array is faster.",
+        "pytree. The compiled program is the same as for the loop; only a single array is faster.",
     )
     mixed = {"array": jnp.ones(3), "numbers": [1, (2.5, jnp.zeros(2))]}
     twice = jax.jit(lambda x: jax.tree.map(add, mixed | {"array": x}, mixed | {"array": x}))(mixed["array"])
@@ -196,16 +196,16 @@ def by_where(x: jax.Array, y: jax.Array) -> jax.Array:
 def repeated(step: Callable[..., jax.Array], steps: int, loop: bool) -> Callable[..., jax.Array]:
     """Return the loop of the tutorial, which sums all values of x: unrolled by Python, or as a compiled loop."""
 
-    def turn(_: int, carry: tuple[jax.Array, jax.Array], y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def body(_: int, carry: tuple[jax.Array, jax.Array], y: jax.Array) -> tuple[jax.Array, jax.Array]:
         x = step(carry[0], y)
         return x, carry[1] + x
 
     def run(x: jax.Array, y: jax.Array) -> jax.Array:
         carry = x, jnp.zeros_like(x)
         if loop:
-            return lax.fori_loop(0, steps, lambda i, carry: turn(i, carry, y), carry)[1]
+            return lax.fori_loop(0, steps, lambda i, carry: body(i, carry, y), carry)[1]
         for i in range(steps):
-            carry = turn(i, carry, y)
+            carry = body(i, carry, y)
         return carry[1]
 
     return run
@@ -213,7 +213,7 @@ def repeated(step: Callable[..., jax.Array], steps: int, loop: bool) -> Callable
 
 def select_or_cond(steps: int, side: int, rounds: int) -> dict[str, Any]:
     section(
-        "3. select instead of if, and when not",
+        "3. select instead of if, and when cond is better",
         "each if on a tensor is a separate subgraph, so ops.select compiles faster for small branches.",
         "the same holds for jnp.where and lax.cond, and a compiled loop compiles even faster. But where computes "
         "both branches, so cond wins if the branch that is not taken is expensive.",
@@ -244,7 +244,7 @@ def select_or_cond(steps: int, side: int, rounds: int) -> dict[str, Any]:
     for result in untaken["results"].values():
         np.testing.assert_array_equal(result, m)
     show_compiled(f"20 products of {side} by {side}, not taken", untaken)
-    console.print(f"Here where takes {untaken['run_us']['where'] / untaken['run_us']['cond']:.0f} times as long.")
+    console.print(f"where takes {untaken['run_us']['where'] / untaken['run_us']['cond']:.0f} times as long here.")
     return {**found, "untaken": untaken}
 
 
@@ -295,13 +295,15 @@ def map_instead_of_a_loop(rows: int, rounds: int) -> dict[str, Any]:
         found = jax.block_until_ready(fun(given))
         first_ms[name] = (time.perf_counter() - start) * 1e3
         np.testing.assert_allclose(found, x * np.clip(x + 3, 0, 6) / 6, rtol=1e-6)
-    run_us = in_turns({name: functools.partial(fun, given) for name, fun in ways.items()}, rounds)
+    run_us = median_times({name: functools.partial(fun, given) for name, fun in ways.items()}, rounds)
     show(
-        (f"hswish of {rows} rows", "first call, ms", "then, µs"),
+        (f"hswish of {rows} rows", "first call, ms", "later, µs"),
         ((name, f"{first_ms[name]:.0f}", f"{run_us[name]:.0f}") for name in ways),
     )
     ratios = [times["a loop, compiled"] / times["vmap, compiled"] for times in (first_ms, run_us)]
-    console.print(f"Compiled, the loop takes {ratios[0]:.0f} times as long at first, then {ratios[1]:.0f} times.")
+    console.print(
+        f"Compiled, the loop takes {ratios[0]:.0f} times as long as vmap at first, and {ratios[1]:.0f} times later."
+    )
     return {"first_ms": first_ms, "run_us": run_us}
 
 
@@ -326,14 +328,14 @@ def one_before_the_other() -> dict[str, Any]:
     said: list[str] = []
 
     @jax.jit
-    def told(x: jax.Array) -> jax.Array:
+    def ordered(x: jax.Array) -> jax.Array:
         jax.debug.callback(lambda: said.append("before"), ordered=True)
         y = jnp.sin(x)
         jax.debug.callback(lambda: said.append("after"), ordered=True)
         return y
 
     for _ in range(3):
-        told(1.0)
+        ordered(1.0)
     jax.effects_barrier()
     console.print(f"Ordered callbacks of three calls: {', '.join(said)}.")
     return {"kept": kept, "said": said}
@@ -347,7 +349,7 @@ def no_redundant_copies(size: int) -> dict[str, Any]:
         "7. Memory without redundant copies",
         "MS_DEV_SIDE_EFFECT_LOAD_ELIM controls how often an assigned parameter is copied; with the fewest copies, "
         "results may be wrong.",
-        "arrays are not assigned to. A donated argument gives its memory to a result, without changing a number; "
+        "arrays are immutable. A donated argument gives its memory to a result, and the values stay the same; "
         "assert_donated checks that the memory is reused.",
     )
 
@@ -367,15 +369,15 @@ def no_redundant_copies(size: int) -> dict[str, Any]:
         total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
         found[name] = total, memory.alias_size_in_bytes
     show(
-        (f"a state of {state.nbytes:,} bytes", "arguments, results, temporaries", "of these shared", "in all"),
+        (f"a state of {state.nbytes:,} bytes", "arguments, results, temporaries", "shared", "total"),
         ((name, f"{total:,}", f"{shared:,}", f"{total - shared:,}") for name, (total, shared) in found.items()),
     )
     np.testing.assert_array_equal(donating(state, x), jnp.full((size, 7), 3.0))
-    console.print(f"A donation that cannot be used:\n{refused}")
+    console.print(f"Error for a donation that cannot be used:\n{refused}")
     return {"bytes": found, "refused": refused, "deleted": state.is_deleted()}
 
 
-# 8. A parameter that is assigned to in a loop
+# 8. A parameter that is assigned in a loop
 
 
 def assigned_in_a_loop() -> dict[str, float]:
@@ -386,15 +388,15 @@ def assigned_in_a_loop() -> dict[str, float]:
         "values that change between iterations are a carry, and reverse mode stores them for each iteration.",
     )
 
-    def turn(i: Any, carry: tuple[jax.Array, jax.Array], x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def body(i: Any, carry: tuple[jax.Array, jax.Array], x: jax.Array) -> tuple[jax.Array, jax.Array]:
         _, out = carry
         weight = jnp.asarray(i, x.dtype)
         return weight, x * weight + out
 
     functions = {
-        "fori_loop": lambda x: lax.fori_loop(0, 3, lambda i, carry: turn(i, carry, x), (x, 0 * x)),
-        "scan": lambda x: lax.scan(lambda carry, i: (turn(i, carry, x), None), (x, 0 * x), jnp.arange(3))[0],
-        "a Python loop": lambda x: functools.reduce(lambda carry, i: turn(i, carry, x), range(3), (x, 0 * x)),
+        "fori_loop": lambda x: lax.fori_loop(0, 3, lambda i, carry: body(i, carry, x), (x, 0 * x)),
+        "scan": lambda x: lax.scan(lambda carry, i: (body(i, carry, x), None), (x, 0 * x), jnp.arange(3))[0],
+        "a Python loop": lambda x: functools.reduce(lambda carry, i: body(i, carry, x), range(3), (x, 0 * x)),
     }
     found = {}
     for name, fun in functions.items():

@@ -35,7 +35,7 @@ from tqdm import tqdm
 from plurax.transforms import jacobian
 
 SPREAD = 1 / 50
-# With this coefficient the method is L-stable: components that decay much faster than a step are damped at once.
+# This coefficient makes the method L-stable: components that decay much faster than a step are damped at once.
 GAMMA = 1 - 0.5**0.5
 TOLERANCE = 1e-4
 
@@ -116,7 +116,9 @@ def timed(call: Callable[[], Any], rounds: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cells", type=int, nargs="+", default=[64, 256, 1024], help="how many (default 64 256 1024)")
+    parser.add_argument(
+        "--cells", type=int, nargs="+", default=[64, 256, 1024], help="numbers of cells (default 64 256 1024)"
+    )
     parser.add_argument("--until", type=float, default=10.0, help="end time (default 10)")
     parser.add_argument("--rounds", type=int, default=5, help="timed calls, of which the median is taken (default 5)")
     parser.add_argument("--out", type=Path, default=Path("demo"), help="directory for the picture")
@@ -131,38 +133,38 @@ def main() -> None:
     jax.config.update("jax_enable_x64", True)
     console = Console()
 
-    ways = {
+    methods = {
         "dense": Method(jacobian(brusselator), solve_dense),
         "sparse": Method(jacobian(brusselator, sparsity="auto"), solve_sparse),
     }
-    table = Table(title="Milliseconds")
-    for head in ("unknowns", "Jacobian: dense", "sparse", "times quicker", "step: dense", "sparse", "times quicker"):
+    table = Table(title="Time (ms)")
+    for head in ("unknowns", "Jacobian: dense", "sparse", "speedup", "step: dense", "sparse", "speedup"):
         table.add_column(head, justify="right")
     times: dict[str, list[float]] = {}
     for cells in options.cells:
         y = start(cells)
         row = [str(2 * cells)]
         for kind in ("Jacobian", "step"):
-            for name, way in ways.items():
-                call = partial(way.jacobian_at, y) if kind == "Jacobian" else partial(way.step, y, 0.01)
+            for name, method in methods.items():
+                call = partial(method.jacobian_at, y) if kind == "Jacobian" else partial(method.step, y, 0.01)
                 times.setdefault(f"{kind}, {name}", []).append(timed(call, options.rounds))
-            dense, sparse = (times[f"{kind}, {name}"][-1] for name in ways)
+            dense, sparse = (times[f"{kind}, {name}"][-1] for name in methods)
             row += [f"{dense:.2f}", f"{sparse:.2f}", f"{dense / sparse:.0f}"]
         table.add_row(*row)
-        apart = np.abs(ways["dense"].step(y, 0.01)[0] - ways["sparse"].step(y, 0.01)[0]).max()
-        assert apart < 1e-9, f"dense and sparse steps differ by {apart}"
+        deviation = np.abs(methods["dense"].step(y, 0.01)[0] - methods["sparse"].step(y, 0.01)[0]).max()
+        assert deviation < 1e-9, f"dense and sparse steps differ by {deviation}"
     choice = jacobian(brusselator, sparsity="auto").explain(y)
     console.print(f"{choice.inputs} unknowns, {choice.inputs**2} entries: {choice.why}.")
     console.print(table)
 
     begin = time.perf_counter()
-    moments, states = ways["sparse"].run(start(cells), options.until)
+    moments, states = methods["sparse"].run(start(cells), options.until)
     seconds = time.perf_counter() - begin
     steps = np.diff(moments)
     limit = 2 / (4 * SPREAD * (cells + 1) ** 2)
     console.print(
-        f"{cells} cells until {options.until:g}: {len(steps)} implicit steps in {seconds:.1f} s; an explicit method "
-        f"(Euler's) would take {options.until / limit:,.0f}, since it is unstable with steps longer than {limit:.1e}."
+        f"{cells} cells until time {options.until:g}: {len(steps)} implicit steps in {seconds:.1f} s. Explicit Euler "
+        f"would need {options.until / limit:,.0f}, since it is unstable with steps longer than {limit:.1e}."
     )
 
     picture = options.out / "stiff_brusselator.png"
@@ -170,15 +172,17 @@ def main() -> None:
     x = np.arange(1, cells + 1) / (cells + 1)
     image = left.pcolormesh(moments, x, states[:, :cells].T, shading="nearest", rasterized=True)
     figure.colorbar(image, ax=left, label="first substance")
-    left.set(xlabel="time", ylabel="place", title=f"The reaction, {cells} cells")
+    left.set(xlabel="time", ylabel="position", title=f"Concentration, {cells} cells")
     middle.plot(moments[1:], steps, label="implicit steps")
-    middle.axhline(limit, color="black", linewidth=1, label="longest explicit step")
-    middle.set(yscale="log", xlabel="time", ylabel="step", title="How far a step goes")
+    middle.axhline(limit, color="black", linewidth=1, label="stability limit of explicit steps")
+    middle.set(yscale="log", xlabel="time", ylabel="step size", title="Step size")
     middle.legend(fontsize=8)
     for name, values in times.items():
         style = {"linestyle": "-" if "step" in name else "--", "color": "C1" if "dense" in name else "C0"}
         right.plot([2 * cells for cells in options.cells], values, marker="o", label=name, **style)
-    right.set(xscale="log", yscale="log", xlabel="unknowns", ylabel="ms", title="Dense and sparse")
+    right.set(
+        xscale="log", yscale="log", xlabel="unknowns", ylabel="time (ms)", title="Time of a Jacobian and of a step"
+    )
     right.set_xticks([2 * cells for cells in options.cells], [str(2 * cells) for cells in options.cells])
     right.minorticks_off()
     right.legend(fontsize=8)

@@ -65,7 +65,7 @@ def main() -> None:
     rates = np.geomspace(1e-4, 1, options.rates).tolist()
     hyperparams = grid(learning_rate=rates, repeats=options.seeds)
     size = len(hyperparams["learning_rate"])
-    # The same keys for every rate.
+    # Use the same keys for every rate.
     seeds = jax.numpy.tile(jax.random.split(jax.random.key(0), options.seeds), options.rates)
     ensemble = Ensemble.create(Network, size, seed=seeds)
     console.print(f"{ensemble}: {options.rates} rates × {options.seeds} seeds")
@@ -94,7 +94,7 @@ def main() -> None:
     console.print(table)
     five = select(state.ensemble, k_best(metrics.nll(prediction.members, y_valid), min(5, size)))
     together = metrics.nll(five.predict(x_valid).mean, y_valid)
-    console.print(f"The best {len(five)} of them together: NLL {float(together):.3f}.")
+    console.print(f"Ensemble of the best {len(five)} networks: NLL {float(together):.3f}.")
 
     picture = options.out / "sweep_digits.png"
     draw(picture, rates, scores["NLL"], history)
@@ -105,13 +105,17 @@ def draw(path: Path, rates: list[float], nll: np.ndarray, history: list[dict[str
     """Draw the learning curves of each rate, and the error against the rate."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     plots.learning_curves(history, by="learning_rate", ax=left)
-    left.set(yscale="log", title="Each rate, with the band over its seeds", ylabel="training loss")
+    left.set(yscale="log", title="Learning curves, with bands over the seeds", ylabel="training loss")
     left.legend(title="learning rate", fontsize=8, title_fontsize=8, loc="upper right", ncols=2)
     right.fill_between(rates, nll.min(axis=1), nll.max(axis=1), alpha=0.2, linewidth=0, label="lowest to highest")
     right.plot(rates, np.median(nll, axis=1), "o-", label="median of the seeds")
     right.plot(np.repeat(rates, nll.shape[1]), nll.ravel(), ".", color="0.4", markersize=3)
     right.set(
-        xscale="log", yscale="log", xlabel="learning rate", ylabel="validation NLL", title="The curve of the sweep"
+        xscale="log",
+        yscale="log",
+        xlabel="learning rate",
+        ylabel="validation NLL",
+        title="Validation NLL against learning rate",
     )
     right.legend(fontsize=8)
     for panel in (left, right):

@@ -2,9 +2,9 @@
 
     python examples/torch_ensembling.py --members 10 --batches 20
 
-Ten networks of one architecture are evaluated as one, each on its own batch or all on the same batch. Where PyTorch
-needs `stack_module_state`, `functional_call` and `torch.func.vmap`, Plurax needs `Ensemble.stack` and a call. If
-PyTorch is installed, the results are compared with those of PyTorch for the same weights.
+Ten networks of one architecture are evaluated as one ensemble, each on its own batch or all on the same batch. Where
+PyTorch needs `stack_module_state`, `functional_call` and `torch.func.vmap`, Plurax needs `Ensemble.stack` and a call.
+If PyTorch is installed, the results are compared with those of PyTorch for the same weights.
 """
 
 from __future__ import annotations
@@ -100,13 +100,13 @@ def main() -> None:
     np.testing.assert_allclose(predictions_same, [one(model, shared) for model in models], rtol=1e-4, atol=1e-5)
     print(f"2. One batch for all:       ensemble(batch) -> {predictions_same.shape}, equal to the loop")
     np.testing.assert_array_equal(jax.jit(vmap(ensemble, in_axes=None))(shared).shape, predictions_same.shape)
-    print("   The same by the transform: vmap(ensemble, in_axes=None)(batch)")
+    print("   The same with the transform: vmap(ensemble, in_axes=None)(batch)")
 
     if importlib.util.find_spec("torch") is not None:
         np.testing.assert_allclose(predictions, of_torch(models, np.asarray(own)), rtol=1e-3, atol=1e-4)
         print("3. PyTorch gives the same results with the same weights.")
     else:
-        print("3. (PyTorch is not installed: not compared.)")
+        print("3. PyTorch is not installed, so its results are not compared.")
 
     print(
         f"\nmilliseconds: ensemble {milliseconds(lambda: ensemble(shared)):.2f}, "

@@ -3,8 +3,8 @@
     python examples/uncertainty_digits.py --members 8 --steps 2000 --out demo
 
 Each network is trained on its own bootstrap sample of the digits, and stops early by its loss on validation images. The
-script prints scores, calibrates the ensemble with a temperature, forms sets that contain the correct digit in nine
-cases of ten, and draws `uncertainty_digits.png`.
+script prints scores, calibrates the ensemble with a temperature, forms sets that contain the correct digit in nine of
+ten cases, and draws `uncertainty_digits.png`.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def loss(model: Network, images: jax.Array, labels: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(model(images), labels).mean()
 
 
-def turned(images: np.ndarray, angle: float) -> np.ndarray:
-    """Return the images, rotated by an angle in degrees."""
+def rotated(images: np.ndarray, angle: float) -> np.ndarray:
+    """Rotate the images by an angle in degrees."""
     square = images.reshape(-1, 8, 8)
     return rotate(square, angle, axes=(1, 2), reshape=False, order=1).reshape(images.shape).astype(np.float32)
 
@@ -95,18 +95,18 @@ def main() -> None:
         return jax.nn.softmax(ensemble.view(deterministic=True)(inputs) / temperature, axis=-1)
 
     shuffled = np.random.default_rng(0).permuted(x_test, axis=1)
-    places = {f"turned by {angle}°" if angle else "as they are": turned(x_test, angle) for angle in ANGLES}
-    found = {name: predicted(inputs) for name, inputs in (places | {"shuffled pixels": shuffled}).items()}
+    shifted = {f"rotated by {angle}°" if angle else "unchanged": rotated(x_test, angle) for angle in ANGLES}
+    found = {name: predicted(inputs) for name, inputs in (shifted | {"shuffled pixels": shuffled}).items()}
     console.print(report(found, y_test))
 
     members = predicted(x_valid)
     threshold = conformal_threshold(members.mean(axis=0), y_valid, error=0.1)
-    for name in ("as they are", "turned by 30°"):
+    for name in ("unchanged", "rotated by 30°"):
         sets = conformal_sets(found[name].mean(axis=0), threshold)
         covered = jnp.take_along_axis(sets, y_test[:, None], axis=1).mean()
         console.print(
-            f"Sets for images {name}: {float(sets.sum(axis=1).mean()):.2f} digits on average, which contain the "
-            f"correct one in {float(covered):.1%} (guaranteed for images as they are: 90 %)."
+            f"Conformal sets, {name}: {float(sets.sum(axis=1).mean()):.2f} digits on average; {float(covered):.1%} "
+            "contain the correct digit (90 % are guaranteed for unchanged images)."
         )
     console.print(f"Temperature of the ensemble: {float(temperature):.2f}")
 
@@ -116,48 +116,48 @@ def main() -> None:
 
 
 def report(found: dict[str, jax.Array], labels: np.ndarray) -> Table:
-    """Return a table with a row for each kind of images; the AUROC of mutual information is against "as they are"."""
+    """Return a table with a row for each kind of images; AUROC: mutual information, compared with "unchanged"."""
     table = Table(title=f"{len(labels)} test images")
     for head in ("", "accuracy", "NLL", "ECE", "entropy", "mutual info", "AUROC"):
         table.add_column(head, justify="left" if not head else "right", no_wrap=True)
-    known = metrics.mutual_information(found["as they are"])
+    known = metrics.mutual_information(found["unchanged"])
     for name, p in found.items():
-        mean, told = p.mean(axis=0), name != "shuffled pixels"
+        mean, labeled = p.mean(axis=0), name != "shuffled pixels"
         scores = [f"{float(metrics.accuracy(mean, labels)):.1%}"]
         scores += [f"{float(score(mean, labels)):.3f}" for score in (metrics.nll, metrics.ece)]
-        doubt, information = metrics.predictive_entropy(p).mean(), metrics.mutual_information(p)
-        separated = f"{float(metrics.auroc(known, information)):.3f}" if name != "as they are" else ""
-        scores = scores if told else ["", "", ""]
-        table.add_row(name, *scores, f"{float(doubt):.2f}", f"{float(information.mean()):.2f}", separated)
+        entropy, information = metrics.predictive_entropy(p).mean(), metrics.mutual_information(p)
+        separated = f"{float(metrics.auroc(known, information)):.3f}" if name != "unchanged" else ""
+        scores = scores if labeled else ["", "", ""]
+        table.add_row(name, *scores, f"{float(entropy):.2f}", f"{float(information.mean()):.2f}", separated)
     return table
 
 
 def draw(path: Path, found: dict[str, jax.Array], labels: np.ndarray) -> None:
     """Draw entropies in and out of distribution, risk against coverage, calibration, and disagreement of members."""
     figure, axes = plt.subplots(2, 2, figsize=(11, 8.4), layout="constrained")
-    shown = {name: found[name] for name in ("as they are", "turned by 45°", "shuffled pixels")}
+    shown = {name: found[name] for name in ("unchanged", "rotated by 45°", "shuffled pixels")}
     plots.entropies({name: metrics.predictive_entropy(p) for name, p in shown.items()}, ax=axes[0, 0])
     axes[0, 0].axvline(np.log(10), color="black", linestyle=":", linewidth=1)
-    axes[0, 0].set_title("Doubt, up to no idea at all (ln 10)")
+    axes[0, 0].set_title("Predictive entropy (dotted line: maximum, ln 10)")
 
-    for name in ("as they are", "turned by 15°", "turned by 30°", "turned by 45°"):
+    for name in ("unchanged", "rotated by 15°", "rotated by 30°", "rotated by 45°"):
         p = found[name]
         wrong = p.mean(axis=0).argmax(axis=-1) != labels
         curve = metrics.risk_coverage(metrics.predictive_entropy(p), wrong)
         axes[0, 1].plot(100 * curve.coverage, 100 * curve.risk, label=name)
     axes[0, 1].set(
-        xlabel="kept, the least doubtful (%)",
-        ylabel="wrong of those (%)",
-        title="What leaving out the doubtful is worth",
+        xlabel="coverage (%)",
+        ylabel="error rate of the covered images (%)",
+        title="Risk-coverage curves",
     )
     axes[0, 1].legend(fontsize=8)
 
-    turned_all = jnp.concatenate([found[name].mean(axis=0) for name in found if name != "shuffled pixels"])
-    repeated = np.tile(labels, len(turned_all) // len(labels))
-    plots.reliability(turned_all, repeated, bins=12, ax=axes[1, 0])
-    axes[1, 0].set_title(f"All angles together: {axes[1, 0].get_title()}")
-    plots.disagreement(found["turned by 45°"], ax=axes[1, 1])
-    axes[1, 1].set_title(f"Turned by 45°: {axes[1, 1].get_title()}")
+    all_angles = jnp.concatenate([found[name].mean(axis=0) for name in found if name != "shuffled pixels"])
+    repeated = np.tile(labels, len(all_angles) // len(labels))
+    plots.reliability(all_angles, repeated, bins=12, ax=axes[1, 0])
+    axes[1, 0].set_title(f"Reliability, all angles: {axes[1, 0].get_title()}")
+    plots.disagreement(found["rotated by 45°"], ax=axes[1, 1])
+    axes[1, 1].set_title(f"Rotated 45°: {axes[1, 1].get_title().replace('they', 'members')}")
     for panel in axes.flat[:3]:
         panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)

@@ -39,7 +39,7 @@ def refused(title: str, call: Callable[[], Any]) -> None:
         print(f"  {title}")
         print(textwrap.fill(f"{type(error).__name__}: {error}", 96, initial_indent="    ", subsequent_indent="    "))
     else:
-        raise AssertionError(f"{title}: nothing was refused")
+        raise AssertionError(f"{title}: no error was raised")
 
 
 def main() -> None:
@@ -55,13 +55,13 @@ def main() -> None:
     one_w = vmap(convolve, in_axes=(0, None))(xs, w)
     show("in_axes=(0, None): one w for all", one_w, jnp.stack([convolve(a, w) for a in xs]))
 
-    print("\n2. What cannot be mapped is refused by name, before anything runs")
-    refused("sizes that differ", lambda: vmap(convolve)(xs, ws[:2]))
+    print("\n2. Errors for arguments that cannot be mapped, raised before tracing")
+    refused("different sizes", lambda: vmap(convolve)(xs, ws[:2]))
     refused("an axis out of range", lambda: vmap(convolve, in_axes=(0, 2))(xs, ws))
-    refused("a structure that does not fit", lambda: vmap(lambda p: p["x"], in_axes=({"y": 0},))({"x": xs}))
-    refused("nothing to map", lambda: vmap(convolve, in_axes=None)(xs, ws))
+    refused("a different structure", lambda: vmap(lambda p: p["x"], in_axes=({"y": 0},))({"x": xs}))
+    refused("nothing mapped", lambda: vmap(convolve, in_axes=None)(xs, ws))
 
-    print("\n3. Nested, and together with grad")
+    print("\n3. Nested, and composed with grad")
     every_pair = vmap(vmap(convolve, in_axes=[None, 0]), in_axes=[0, None])
     show("every x with every w", every_pair(xs, ws), [[convolve(a, b) for b in ws] for a in xs])
 
@@ -71,17 +71,17 @@ def main() -> None:
     a, b = jnp.array([[1.0, 2, 3], [2, 3, 4]]), jnp.array([[2.0, 3, 4], [3, 4, 5]])
     of_mapped = grad(vmap(f), argnums=(0, 1), cotangent=1.0)(a, b)
     mapped_grad = vmap(grad(f, argnums=(0, 1)))(a, b)
-    show("grad(vmap(f), cotangent=1.0), by x", of_mapped[0], jnp.cos(a + 2 * b))
-    show("vmap(grad(f)), by y", mapped_grad[1], 2 * jnp.cos(a + 2 * b))
+    show("grad(vmap(f), cotangent=1.0), w.r.t. x", of_mapped[0], jnp.cos(a + 2 * b))
+    show("vmap(grad(f)), w.r.t. y", mapped_grad[1], 2 * jnp.cos(a + 2 * b))
 
     print("\n4. A module: its parameters are not mapped")
     dense = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
     images = jnp.arange(18.0).reshape(3, 2, 3)
     show("vmap(dense)(images), of shape (3, 2, 3)", vmap(dense)(images), jnp.stack([dense(i) for i in images]))
-    refused("a module that would change its own state",
+    refused("a module that changes its own state",
             lambda: vmap(nnx.BatchNorm(3, rngs=nnx.Rngs(0)))(images))  # fmt: skip
 
-    print("\n5. Too many inputs for the memory: chunks")
+    print("\n5. Less memory: chunks of the inputs")
     show("vmap(convolve, chunk_size=2)(xs, ws)", vmap(convolve, chunk_size=2)(xs, ws), loop)
 
 

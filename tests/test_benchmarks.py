@@ -161,7 +161,7 @@ def test_an_accelerator_has_separate_tables(here):
 
 def test_a_page_without_markers_is_refused(here):
     (here / "ensemble.md").write_text("# Ensembles\n<!-- ensemble -->\n")
-    with pytest.raises(ValueError, match="ensemble.md has no place for ensemble: write the lines"):
+    with pytest.raises(ValueError, match="ensemble.md has no marks for ensemble; add the lines"):
         render.pages(here)
 
 
@@ -201,7 +201,7 @@ def test_a_report_is_written_and_rendered(measure, here, monkeypatch):
 
     found["versions"]["flax"] = "0.0"
     (here / "sparse.json").write_text(json.dumps(found))
-    with pytest.raises(SystemExit, match="sparse.json is of other versions or of another device: measure all"):
+    with pytest.raises(SystemExit, match="sparse.json has other versions or another device; measure all"):
         again.publish()
     with pytest.raises(SystemExit, match="no table has 'nothing' in its title"):
         measure.Report("sparse", options(only="nothing")).measure({"A title": lambda: 1 / 0})
@@ -237,10 +237,10 @@ def test_another_process_takes_a_step_on_request(measure, tmp_path):
     with measure.another_process("sh", str(script)) as (name, step):
         assert name == "of it"
         step()
-        with pytest.raises(RuntimeError, match="sh: the process ended where it should have said 'done'"):
+        with pytest.raises(RuntimeError, match="sh: the process ended before it printed 'done'"):
             step()
     with (
-        pytest.raises(RuntimeError, match="sh: the process ended where it should have said 'name'"),
+        pytest.raises(RuntimeError, match="sh: the process ended before it printed 'name'"),
         measure.another_process("sh", "-c", "echo other"),
     ):
         pass
@@ -255,7 +255,7 @@ def test_available_peers_are_installed(monkeypatch, capsys):
 
     monkeypatch.setattr(peers, "install", install)
     peers.main()
-    assert "so without their rows: opacus==" in capsys.readouterr().out
+    assert "so the tables lack their rows: opacus==" in capsys.readouterr().out
     assert asked[1][0] == "--editable"
     assert asked[1][1].startswith(".[examples,")
     assert {what[0].split("=")[0].split(">")[0] for what in asked[2:]} == {"torch", "opacus", "sparsejac", "folx"}

@@ -1,4 +1,4 @@
-"""`make examples` writes into the pages what the examples print and draw, and nothing from a failing example."""
+"""`make examples` writes the output of the examples into the pages, and nothing from one that fails."""
 
 import importlib.util
 import re
@@ -89,10 +89,10 @@ def test_a_second_run_replaces_it_on_all_pages_with_markers(capture, root):
 
 def test_a_failing_example_changes_nothing_and_ends_the_run(capture, root):
     before = files(root)
-    with pytest.raises(SystemExit, match=r"(?s)ValueError: of no use.*fails failed: nothing of it is written"):
+    with pytest.raises(SystemExit, match=r"(?s)ValueError: of no use.*fails failed; its output was not written"):
         capture(["fails", "draws"], root)
     assert files(root) == before
-    with pytest.raises(SystemExit, match="fails failed: nothing of it is written"):
+    with pytest.raises(SystemExit, match="fails failed; its output was not written"):
         capture(["draws", "fails"], root)
     assert (root / "docs/draws.png").read_bytes() == b"new"
     assert (root / "docs/fails.png").read_bytes() == b"old"
@@ -102,7 +102,7 @@ def test_a_failing_example_changes_nothing_and_ends_the_run(capture, root):
 @pytest.mark.parametrize("name", ["draw", "_helper"])
 def test_a_script_that_is_not_an_example_is_refused_before_anything_runs(capture, root, name):
     before = files(root)
-    with pytest.raises(SystemExit, match=f"no example is called `{name}`: there are draws, fails, hidden"):
+    with pytest.raises(SystemExit, match=f"no example is named `{name}`; choose from draws, fails, hidden"):
         capture(["draws", name], root)
     assert files(root) == before
 
@@ -110,7 +110,7 @@ def test_a_script_that_is_not_an_example_is_refused_before_anything_runs(capture
 @pytest.mark.parametrize("names", [["draws", "hidden"], []])
 def test_an_example_without_markers_is_refused_before_anything_runs(capture, root, names):
     before = files(root)
-    with pytest.raises(SystemExit, match="no page has a place for `hidden`: write <!-- hidden --> and <!-- /"):
+    with pytest.raises(SystemExit, match="no page shows `hidden`; add <!-- hidden --> and <!-- /"):
         capture(names, root)
     assert files(root) == before
 

@@ -41,7 +41,7 @@ def check_split(step: MemberStep, layout: Layout, inputs: StepInputs) -> bool:
     Returns:
       Whether the check was complete: a traced step has no values to compare.
     """
-    state, arguments, axes = inputs
+    state, arguments, axes = inputs.state, inputs.arguments, inputs.axes
     layout.check_batch("Trainer.step", arguments, axes)
     split = [DATA in spec for spec in jax.tree.leaves(layout.batch_specs(arguments, axes))]
     arrays, *batch = inputs.of_member()
@@ -79,7 +79,7 @@ def _check_mean(step: MemberStep, layout: Layout, inputs: StepInputs, split: lis
       inputs: the inputs of a step, not traced.
       split: for each array of the batch, whether it is split.
     """
-    state, arguments, axes = inputs
+    state, arguments, axes = inputs.state, inputs.arguments, inputs.axes
     first = jax.jit(lambda args, axes: take_member(args, axes.value, 0), static_argnums=1)
     with layout.context():
         of_first = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import PartitionSpec as P
 
@@ -22,7 +24,7 @@ from .._members.sharding import ENSEMBLE, Layout, within
 from .._members.strategy import Execution, over_members, take_member
 from .._step.member_step import MemberStep
 from .._step.state import Arrays, TrainState
-from .forms import Padded, State, Unstacked, padded, put, stacked, take, unstacked, without_padding
+from .forms import Padded, State, Unstacked, padded, put, rows_of, stacked, take, unstacked, without_padding
 
 
 class StepInputs(NamedTuple):
@@ -32,11 +34,18 @@ class StepInputs(NamedTuple):
       state: the training state before the step.
       arguments: the arguments of the loss after the model.
       axes: the axes of each argument along which the members are mapped.
+      more: the arguments of further steps, which are taken in the same program; their kinds are equal.
     """
 
     state: State
     arguments: tuple[Any, ...]
     axes: tuple[Axes, ...]
+    more: tuple[tuple[Any, ...], ...] = ()
+
+    @property
+    def batches(self) -> tuple[tuple[Any, ...], ...]:
+        """Return the arguments of all steps."""
+        return self.arguments, *self.more
 
     @property
     def size(self) -> int:
@@ -48,7 +57,7 @@ class StepInputs(NamedTuple):
         """Return a hashable value that identifies the compiled program: structures, shapes, dtypes and axes."""
         leaves, treedef = jax.tree.flatten((self.state._member(), self.arguments))
         shapes = tuple((x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in leaves)
-        return self.state._structure, self.size, treedef, shapes, HashablePytree.of(self.axes)
+        return self.state._structure, self.size, treedef, shapes, HashablePytree.of(self.axes), len(self.more)
 
     @property
     def is_traced(self) -> bool:
@@ -74,6 +83,7 @@ class Executor:
     def __init__(self, step: MemberStep, layout: Layout | None) -> None:
         self._step = step
         self.layout = layout
+        self._latest: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
         # One program for a step that leaves its state usable, and one for a step that donates the memory of its state.
         self._programs = [
             jax.jit(partial(self._step_of_all, in_place), static_argnums=0, donate_argnums=(1,) * in_place)
@@ -86,8 +96,9 @@ class Executor:
         self._row_program = jax.jit(self._step_of_row, static_argnums=0, donate_argnums=2)
 
     def execute(self, execution: Execution, inputs: StepInputs, donate: bool) -> tuple[State, dict[str, jax.Array]]:
-        """Take a step with an execution; return the new state and the metrics.
+        """Take the steps with an execution; return the new state and the metrics.
 
+        The metrics have the members along axis 0 and, if there are several steps, these along axis 1.
         With `donate`, the new state has the form that the next step needs, which may not be a `TrainState`.
         """
         structure, size = inputs.state._structure, inputs.size
@@ -97,22 +108,22 @@ class Executor:
                 arrays, step, metrics = self._programs[donate](*self._arguments(execution, inputs))
             after, metrics = Padded(structure, size, arrays, step), without_padding(metrics, size)
         else:
-            static, arguments = self._static(execution, inputs), _on_device(inputs.arguments)
+            static, batches = self._static(execution, inputs), _on_device(inputs.batches)
             of_members = []
             # The index is an array, so that one program serves all members.
             if donate:
                 before, members = unstacked(inputs.state), []
                 for i, member in enumerate(before.members):
-                    new, metrics = self._member_program(static, member, np.uint32(i), arguments)
+                    new, metrics = self._member_program(static, member, np.uint32(i), batches)
                     members.append(new)
                     of_members.append(metrics)
             else:
                 arrays = stacked(inputs.state)._arrays()
                 new = _room_for(arrays)
                 for i in range(size):
-                    new, metrics = self._row_program(static, arrays, new, np.uint32(i), arguments)
+                    new, metrics = self._row_program(static, arrays, new, np.uint32(i), batches)
                     of_members.append(metrics)
-            step, metrics = _next_step_and_stacked(inputs.state.step, of_members)
+            step, metrics = _next_step_and_stacked(inputs.state.step, of_members, len(batches))
             after = Unstacked(structure, members, step) if donate else TrainState._of_arrays(structure, new, step)
         return after if donate else stacked(after), metrics
 
@@ -125,7 +136,7 @@ class Executor:
         """Return the lowered program of a step; for "loop", that of one member."""
         if execution.strategy == "loop":
             static, member = self._static(execution, inputs), inputs.state._member()
-            last = np.uint32(0), _on_device(inputs.arguments)
+            last = np.uint32(0), _on_device(inputs.batches)
             if donate:
                 return self._member_program.lower(static, member, *last)
             rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((inputs.size, *x.shape), x.dtype), member)
@@ -149,17 +160,21 @@ class Executor:
         return (time.perf_counter() - start) / max(1, steps - 1)
 
     def _static(self, execution: Execution, inputs: StepInputs) -> tuple[Any, ...]:
-        return inputs.state._structure, execution, inputs.size, HashablePytree.of(inputs.axes)
+        """Return the static argument of the programs; the same object for equal steps in a row, which is quicker."""
+        parts = inputs.state._structure, execution, inputs.size, inputs.axes
+        if self._latest is None or any(map(operator.is_not, parts, self._latest[0])):
+            self._latest = parts, (*parts[:3], HashablePytree.of(inputs.axes))
+        return self._latest[1]
 
     def _arguments(self, execution: Execution, inputs: StepInputs) -> tuple[Any, ...]:
         """Return the arguments of a program of all members, with the arrays on the devices of that program."""
-        state, arguments, axes = inputs
+        state, batches = inputs.state, inputs.batches
         static, layout = self._static(execution, inputs), self._layout_of(execution)
         if layout is None:
-            state = stacked(state)
-            return static, state._arrays(), state.step, arguments
+            return static, rows_of(state), state.step, batches
         state = padded(state, layout)
-        return static, state.arrays, state.step, layout.place_batch(arguments, axes, inputs.size)
+        placed = tuple(layout.place_batch(arguments, inputs.axes, inputs.size) for arguments in batches)
+        return static, state.arrays, state.step, placed
 
     def _layout_of(self, execution: Execution) -> Layout | None:
         if self.layout is None and execution.devices > 1:
@@ -179,9 +194,15 @@ class Executor:
         return jax.make_jaxpr(step, axis_env=axis_env)(*inputs.of_member())
 
     def _step_of_all(
-        self, in_place: bool, static: tuple[Any, ...], arrays: Arrays, step: jax.Array, batch: Any
+        self, in_place: bool, static: tuple[Any, ...], arrays: Arrays, step: jax.Array, batches: Any
     ) -> tuple[Arrays, jax.Array, dict[str, Any]]:
         """Return the new arrays of all members, the next step number, and the metrics; compiled in `__init__`."""
+        one = partial(self._one_step_of_all, in_place, static)
+        arrays, metrics = _in_sequence(one, arrays, batches)
+        return arrays, step + len(batches), metrics
+
+    def _one_step_of_all(self, in_place: bool, static: tuple[Any, ...], arrays: Arrays, batch: Any) -> Any:
+        """Return the new arrays of all members, and the metrics."""
         structure, execution, size, axes = static
         layout = self._layout_of(execution)
         of_member = partial(self._step, structure, split=layout is not None and layout.shards > 1)
@@ -190,25 +211,31 @@ class Executor:
             return over_members(of_member, execution, (0, *axes.value), size, in_place=in_place)
 
         if layout is None:
-            arrays, metrics = mapped(size)(arrays, *batch)
-        else:
-            # `shard_map` wraps the strategy, so that the compiler sees the program of one device for its own members.
-            of_device = mapped(layout.padded(size) // layout.devices)
-            specs = layout.batch_specs(batch, axes.value)
-            arrays, metrics = layout.on_each(of_device, P(ENSEMBLE), *specs)(arrays, *batch)
-        return arrays, step + 1, metrics
+            return mapped(size)(arrays, *batch)
+        # `shard_map` wraps the strategy, so that the compiler sees the program of one device for its own members.
+        of_device = mapped(layout.padded(size) // layout.devices)
+        specs = layout.batch_specs(batch, axes.value)
+        return layout.on_each(of_device, P(ENSEMBLE), *specs)(arrays, *batch)
 
-    def _step_of_member(self, static: tuple[Any, ...], arrays: Arrays, i: jax.Array, batch: Any) -> Any:
+    def _step_of_member(self, static: tuple[Any, ...], arrays: Arrays, i: jax.Array, batches: Any) -> Any:
         """Return the new arrays and the metrics of a member; compiled once for all members."""
         structure, execution, _, axes = static
         step: Callable[..., Any] = partial(self._step, structure)
         step = convolutions_as_products(step) if execution.products else step
-        return step(arrays, *take_member(batch, axes.value, i))
+        return _in_sequence(lambda own, batch: step(own, *take_member(batch, axes.value, i)), arrays, batches)
 
-    def _step_of_row(self, static: tuple[Any, ...], arrays: Arrays, new: Arrays, i: jax.Array, batch: Any) -> Any:
+    def _step_of_row(self, static: tuple[Any, ...], arrays: Arrays, new: Arrays, i: jax.Array, batches: Any) -> Any:
         """Take the step of member `i` of `arrays`, write its arrays into `new`; return `new` and the metrics."""
-        of_member, metrics = self._step_of_member(static, take(arrays, i), i, batch)
+        of_member, metrics = self._step_of_member(static, take(arrays, i), i, batches)
         return put(new, of_member, i), metrics
+
+
+def _in_sequence(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
+    """Take a step for each batch; return the last state and the metrics, with several steps along the last axis."""
+    if len(batches) == 1:
+        return step(state, batches[0])
+    state, metrics = lax.scan(step, state, jax.tree.map(lambda *x: jnp.stack(x), *batches))
+    return state, jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1), metrics)
 
 
 def _shape_if_traced(x: Any) -> Any:
@@ -227,7 +254,7 @@ def _room_for(arrays: Any) -> Any:
 
 
 # Compiled, so that it is a single dispatch for any number of members and metrics.
-@jax.jit
-def _next_step_and_stacked(step: jax.Array, metrics: Sequence[Any]) -> tuple[jax.Array, dict[str, Any]]:
-    """Return the next step number, and the metrics of all members, stacked."""
-    return step + 1, stack(metrics)
+@partial(jax.jit, static_argnums=2)
+def _next_step_and_stacked(step: jax.Array, metrics: Sequence[Any], count: int) -> tuple[jax.Array, dict[str, Any]]:
+    """Return the step number after `count` steps, and the metrics of all members, stacked."""
+    return step + count, stack(metrics)

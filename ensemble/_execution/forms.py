@@ -60,12 +60,17 @@ def stacked(state: State) -> TrainState:
     if isinstance(state, TrainState):
         return state
     if isinstance(state, Padded):
-        return TrainState._of_arrays(state._structure, without_padding(state.arrays, state._size), state.step)
+        return TrainState._of_arrays(state._structure, rows_of(state), state.step)
     # One member at a time into donated arrays: one compiled program for any number of members, and no second copy.
     arrays = _room(state.members[0], state._size)
     for i, member in enumerate(state.members):
         arrays = put(arrays, member, np.uint32(i))
     return TrainState._of_arrays(state._structure, arrays, state.step)
+
+
+def rows_of(state: State) -> Arrays:
+    """Return the stacked arrays of a state; without the `TrainState`, whose creation takes longer than a short step."""
+    return without_padding(state.arrays, state._size) if isinstance(state, Padded) else stacked(state)._arrays()
 
 
 def unstacked(state: State) -> Unstacked:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,8 @@ class Stepper:
         self.executor = Executor(step, layout)
         self.tuning: Tuning | None = None
         self.digests: dict[Any, str] = {}
+        # The axes of the arguments, by the number of members, structure and shapes, for which they were checked.
+        self._axes: dict[Any, tuple[Axes, ...]] = {}
         self._checked_splits: set[Any] = set()
         self._chosen: dict[Any, Execution] = {}
         self._temporaries: dict[Any, int] = {}
@@ -96,31 +99,36 @@ class Stepper:
           ValueError: the batch does not match `in_axes`.
         """
         arguments = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-        axes = axes_per_argument("Trainer.step", self._in_axes, arguments)
-        # With None for the model, so that errors use the argument names of the loss.
-        what = "the number of members"
-        mapped_size("Trainer.step", self._step.loss.fun, (None, *arguments), {}, (None, *axes), None, size, what)
-        return arguments, tuple(axes)
+        leaves, treedef = jax.tree.flatten(arguments)
+        kind = size, treedef, tuple([getattr(x, "shape", ()) for x in leaves])
+        axes = self._axes.get(kind)
+        if axes is None:
+            axes = axes_per_argument("Trainer.step", self._in_axes, arguments)
+            # With None for the model, so that errors use the argument names of the loss.
+            what = "the number of members"
+            mapped_size("Trainer.step", self._step.loss.fun, (None, *arguments), {}, (None, *axes), None, size, what)
+            self._axes[kind] = axes
+        return arguments, axes
 
     def advance(
         self,
         state: State,
-        batch: Any,
+        batches: Sequence[Any],
         execution: Execution | None = None,
         *,
         donate: bool = False,
         aloud: bool = False,
     ) -> tuple[State, dict[str, jax.Array], Execution]:
-        """Take a step, and return the new state, the metrics, and the execution.
+        """Take a step for each batch, and return the new state, the metrics, and the execution.
 
         Args:
           state: the state before the step.
-          batch: as for `Trainer.step`.
+          batches: as for `Trainer.step`; several need to be `alike`.
           execution: the execution of an earlier step, used again if the settings of the trainer allow it.
           donate: whether the step reuses the memory of `state`.
           aloud: whether to print what is being measured.
         """
-        inputs = StepInputs(state, *self.arguments(batch, state._size))
+        inputs = StepInputs(state, *self.arguments(batches[0], state._size))
         layout = self.executor.layout
         if layout is not None and layout.shards > 1:
             # Checked once for each kind of inputs, but again after a traced step, which has no values to compare.
@@ -130,11 +138,19 @@ class Stepper:
         # After the checks, since choosing compiles and may measure for seconds.
         execution = self.choose(inputs, execution, donate, aloud)
         if donate:
-            # Copied, since a data loader may reuse the buffer while the step still reads it.
-            arguments = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, inputs.arguments)
-            inputs = inputs._replace(arguments=arguments)
+            inputs = inputs._replace(arguments=copied(inputs.arguments))
+        if len(batches) > 1:
+            inputs = inputs._replace(more=tuple(self.arguments(batch, state._size)[0] for batch in batches[1:]))
         after, metrics = self.executor.execute(execution, inputs, donate)
         return after, metrics, execution
+
+    def alike(self, batches: Sequence[Any]) -> bool:
+        """Return whether several batches have one structure, shapes and dtypes, and can be part of one program."""
+        kinds = [
+            (treedef, [(getattr(x, "shape", ()), getattr(x, "dtype", type(x))) for x in leaves])
+            for leaves, treedef in map(jax.tree.flatten, batches)
+        ]
+        return all(kind == kinds[0] for kind in kinds[1:])
 
     def choose(self, inputs: StepInputs, earlier: Execution | None, donate: bool, aloud: bool) -> Execution:
         """Return the execution of a step: as requested, else as in an earlier step, else the fastest."""
@@ -241,3 +257,10 @@ class Stepper:
             found = largest_chunk("Trainer", lambda n: self._need(inputs, donate, of_chunk(n)), members, self._budget)
             self._chosen[kind] = of_chunk(found)
         return self._chosen[kind]
+
+
+def copied(batch: Any) -> Any:
+    """Return a batch with copies of its NumPy arrays: a data loader may reuse their memory before they are read."""
+    if not any(isinstance(x, np.ndarray) for x in jax.tree.leaves(batch)):
+        return batch
+    return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, batch)

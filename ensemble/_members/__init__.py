@@ -6,8 +6,8 @@ Input: models, or a function that creates one and a seed. Output: the outputs of
 - `functional_model.py`: wrap a pytree and an apply function as a model (the members of `Ensemble.from_apply`).
 - `create.py`: create the stacked arrays, from given models or from a seed; on a mesh, each device creates those of its
   own members.
-- `ensemble.py`: the `Ensemble` itself, a pytree of those arrays: indexing, views, the check that axis 0 indexes the
-  members.
+- `ensemble.py`: the `Ensemble` itself, a pytree of those arrays: indexing, views; `ndims.py`: the check that axis 0
+  indexes the members.
 - `call.py`: the compiled program of `ens(x)`: batched, or one member after another where that is faster.
 - `prediction.py`: combine the outputs of the members into a mean, a variance and, for classification, entropies.
 

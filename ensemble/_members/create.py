@@ -15,11 +15,14 @@ from jax.sharding import PartitionSpec as P
 from ...transforms._core.arguments import check_callable, check_count, describe, is_int
 from ...transforms._core.compat import Tracer
 from ...transforms._core.prng import is_key
+from ...transforms._models.equinox import is_equinox
 from ...transforms._models.split_model import SplitModel, Structure, is_model, split
 from ...transforms._models.stacking import check_leaves, stack_models, strong
-from .sharding import ENSEMBLE, Layout
+from .sharding import ENSEMBLE, Layout, uncommitted
 
 _REMEDY = "build all members with one configuration", "define it once, at module level, or use Ensemble.create"
+
+_OTHERS = "for models of Linen or Equinox, and for functions, use Ensemble.from_apply(apply, variables)"
 
 
 def stack_members(api: str, members: Sequence[Any]) -> tuple[Structure, Any, Any]:
@@ -33,7 +36,7 @@ def create_members(make: Callable[..., Any], size: int, seed: Any, mesh: Any) ->
     """Return the same for newly created members; arguments as for `Ensemble.create`."""
     from flax import nnx
 
-    check_callable("Ensemble.create", make, "make")
+    _check_make(make)
     check_count("Ensemble.create", "size", size)
     key = _key(seed, size)
     structures: list[Structure] = []
@@ -43,7 +46,8 @@ def create_members(make: Callable[..., Any], size: int, seed: Any, mesh: Any) ->
         # A folded key does not depend on the number of members.
         member = make(nnx.Rngs(key[i] if key.ndim else jax.random.fold_in(key, i)))
         if not is_model(member):
-            raise TypeError(f"Ensemble.create: make must return a model, but it returned {describe(member)}.")
+            found = f"make must return an NNX module, but it returned {describe(member)}"
+            raise TypeError(f"Ensemble.create: {found}; {_OTHERS}.")
         parts = split(member)
         check_leaves("Ensemble.create", "the model that make returns", parts)
         _check_any_arrays("Ensemble.create", parts)
@@ -61,14 +65,23 @@ def create_members(make: Callable[..., Any], size: int, seed: Any, mesh: Any) ->
         raise ValueError(f"Ensemble.create: {size} members do not divide over {devices}.")
     if isinstance(key, Tracer):
         raise TypeError("Ensemble.create: with a mesh, seed must have a value, but got one that is traced.")
-    # `make_one` closes over the key, which may be committed to devices outside the mesh. Copied through the host, it is
-    # an uncommitted constant.
-    impl, words = jax.random.key_impl(key), np.asarray(jax.random.key_data(key))
-    key = jax.random.wrap_key_data(jnp.asarray(words), impl=impl)
+    # `make_one` closes over the key, which may be committed to devices outside the mesh.
+    key = uncommitted(key)
     indices = layout.place(np.arange(size))
     with layout.context():
         trainable, rest = jax.jit(layout.on_each(make_some, P(ENSEMBLE)))(indices)
     return structures[0], trainable, rest
+
+
+def _check_make(make: Any) -> None:
+    """Raise if `make` is not callable, or is a model, which is callable too."""
+    from flax import linen
+
+    check_callable("Ensemble.create", make, "make")
+    if is_model(make) or isinstance(make, linen.Module) or is_equinox(make):
+        found = f"make must be a function of nnx.Rngs that returns a new model, but got a model, {type(make).__name__}"
+        remedy = "pass a function, or use Ensemble.stack for models that exist" if is_model(make) else _OTHERS
+        raise TypeError(f"Ensemble.create: {found}; {remedy}.")
 
 
 def _run_once(fun: Callable[[], Any], key: jax.Array) -> Any:
@@ -87,11 +100,23 @@ def _check_any_arrays(api: str, parts: SplitModel) -> None:
 
 
 def _key(seed: Any, size: int) -> jax.Array:
-    """Return one key, or `size` keys, for a seed; raise if it is neither an int nor these."""
-    if isinstance(seed, jax.Array) and is_key(seed):
-        if seed.shape in ((), (size,)):
-            return seed
-    elif is_int(seed):
+    """Return one key, or `size` keys, for a seed or for one seed per member; raise if it is neither."""
+    if is_int(seed):
         return jax.random.key(seed)
-    expected = f"an int, a key such as jax.random.key(0), or {size} keys"
+    # An array of integers in JAX may be a key of the old kind: two words of uint32, which are not two seeds.
+    if isinstance(seed, (list, tuple, range)) or (isinstance(seed, np.ndarray) and seed.ndim == 1):
+        each: list[Any] = [jax.random.key(x) if is_int(x) else x for x in seed]
+        if all(is_key(x) and x.ndim == 0 for x in each) and len({x.dtype for x in each}) < 2:
+            _check_length(len(each), size)
+            return jnp.stack(each)
+    elif isinstance(seed, jax.Array) and is_key(seed) and seed.ndim < 2:
+        if seed.ndim:
+            _check_length(len(seed), size)
+        return seed
+    expected = f"an int, a key such as jax.random.key(0), or a list of {size} ints or keys"
     raise TypeError(f"Ensemble.create: seed must be {expected}, but got {describe(seed)}.")
+
+
+def _check_length(seeds: int, size: int) -> None:
+    if seeds != size:
+        raise ValueError(f"Ensemble.create: seed has {seeds} entries for {size} members; pass one for each.")

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, SupportsIndex, TypeVar, get_args, overload
 
 import jax
+import numpy as np
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
+from jax.typing import ArrayLike
 
 from ...transforms._core.arguments import check_callable, check_choice, describe
 from ...transforms._core.axes import Axes, check_in_axes
@@ -17,9 +19,10 @@ from ...transforms._models.split_model import M, Structure, is_model, is_module,
 from .call import call_members
 from .create import create_members, stack_members
 from .functional_model import FunctionalModel, Rule
-from .prediction import Kind, Prediction, classify, regress
-from .rows import member_index
-from .sharding import Layout, within
+from .ndims import Ndims
+from .prediction import Kind, Prediction, check_temperature, classify, regress
+from .rows import member_index, select_rows
+from .sharding import Layout, one_copy, within
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -27,25 +30,6 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 Model = TypeVar("Model")
-
-
-@dataclass(frozen=True, eq=False)
-class _Ndims:
-    """The number of axes of each array of an ensemble, with -1 for each leaf that is not an array.
-
-    An ensemble that holds ints or shardings instead of arrays is a prefix for `in_axes` or `in_shardings`. JAX compares
-    the static parts of a prefix and of an ensemble with `==`, so such a prefix must be equal to every ensemble.
-    """
-
-    of: tuple[int, ...]
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Ndims):
-            return NotImplemented
-        return self.of == other.of or not all(ndims and -1 not in ndims for ndims in (self.of, other.of))
-
-    def __hash__(self) -> int:
-        return 0  # equal objects need equal hashes, and a prefix is equal to every ensemble
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -77,7 +61,7 @@ class Ensemble(Generic[M]):
     trainable: Any
     rest: Any
     # Static, so that it survives flattening: if the arrays later differ in their number of axes, they were sliced.
-    _ndims: _Ndims = field(init=False)
+    _ndims: Ndims = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_ndims", self._current_ndims())
@@ -127,8 +111,8 @@ class Ensemble(Generic[M]):
           make: a function from `nnx.Rngs` to a model. It is traced once, for all members.
           size: the number of members, at least 1.
           seed: an int or a key. Member i is `make(nnx.Rngs(jax.random.fold_in(jax.random.key(seed), i)))`, to an ulp.
-            Alternatively an array of keys (size,): member i is `make(nnx.Rngs(seed[i]))`, so equal keys give equal
-            members.
+            Alternatively one seed per member, as a list of ints or keys or as an array of keys (size,): member i is
+            `make(nnx.Rngs(seed[i]))`, to an ulp, so equal seeds give equal members.
           mesh: a `jax.sharding.Mesh` with an axis "ensemble". Each device along that axis creates and holds only its
             own members; devices along an axis "data" hold copies. A mesh may span several processes.
 
@@ -137,9 +121,10 @@ class Ensemble(Generic[M]):
 
         Raises:
           TypeError: `make` is not callable or does not return a model; `size` is not an int; `seed` is neither an int,
-            a key, nor an array of `size` keys; `seed` is traced and there is a mesh; `mesh` is not a mesh.
-          ValueError: `size` is below 1 or not divisible by the number of devices along "ensemble"; the axes of the mesh
-            have other names; the models have no arrays.
+            a key, nor a list or array of these; its keys are of different kinds; `seed` is traced and there is a mesh;
+            `mesh` is not a mesh.
+          ValueError: `size` is below 1 or not divisible by the number of devices along "ensemble"; `seed` has another
+            number of entries than `size`; the axes of the mesh have other names; the models have no arrays.
 
         Cost:
           One compilation. The members are created one after another, so peak memory is that of the result.
@@ -168,7 +153,8 @@ class Ensemble(Generic[M]):
 
         Returns:
           An ensemble. Its members, and the models that a loss receives, are callables with an attribute `variables`.
-          A loss updates other state (`batch_stats`) by assigning to `model.variables`.
+          In a loss `model.call_and_update(x)` keeps new `batch_stats` and counts keys, for Linen variables; a loss
+          updates other state by assigning to `model.variables`.
 
         Raises:
           TypeError: `apply` is not callable, or `variables` is not a list or tuple.
@@ -214,11 +200,21 @@ class Ensemble(Generic[M]):
         self._check_intact()
         arrays, static = HashablePytree.separate((args, kwargs))
         layout = Layout.around(self)
-        with within(layout):
-            arrays = arrays if layout is None else list(map(layout.place_shared, arrays))
+        home = layout or Layout.home(self)
+        with within(home):
+            if home:
+                arrays = list(map(layout.place_shared if layout else home.reach, arrays))
             return call_members(self, arrays, static, HashablePytree.of(in_axes), layout)
 
-    def predict(self, x: Any, *, kind: Kind = "classification", in_axes: Axes = None, **kwargs: Any) -> Prediction:
+    def predict(
+        self,
+        x: Any,
+        *,
+        kind: Kind = "classification",
+        in_axes: Axes = None,
+        temperature: ArrayLike | None = None,
+        **kwargs: Any,
+    ) -> Prediction:
         """Predict with all members in evaluation mode; return the mean and measures of uncertainty.
 
         Evaluation mode sets `deterministic=True` and `use_running_average=True` in every NNX module that has such an
@@ -226,25 +222,30 @@ class Ensemble(Generic[M]):
 
         Args:
           x: inputs, shape (batch, ...).
-          kind: the meaning of the members' outputs. `"classification"`: logits (batch, classes); `"regression"`:
-            values (batch, ...), or a pair of means and variances.
+          kind: the meaning of the members' outputs. `"classification"`: logits (batch, ..., classes), such as one
+            class per pixel; `"binary"`: logits of any shape (batch, ...), each of a yes-or-no label of its own, whose
+            probability is the sigmoid; `"regression"`: values (batch, ...), or a pair of means and variances.
           in_axes: as in a call: None gives every member the same `x`; 0 gives member i slice i of it.
+          temperature: divides the logits: a positive number for all members, or one for each, (size,), as
+            `plurax.ensemble.calibration.fit_temperature` returns them.
           **kwargs: keyword arguments of the members, such as `train=False` for Linen.
 
         Returns:
           A `Prediction`; in float32 for half-precision outputs.
 
         Raises:
-          TypeError: as in a call; the logits are not floating point.
+          TypeError: as in a call; the logits are not floating point; `temperature` is not a real number.
           ValueError: as in a call; `kind` is unknown; the outputs do not have the shape that `kind` requires; the
-            logits have fewer than 2 classes; a variance is negative.
+            logits have fewer than 2 classes; a variance is negative; `temperature` has another shape, is not positive
+            and finite, or is given with `"regression"`.
 
         Source:
           Lakshminarayanan et al. 2017, "Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles".
         """
         check_choice("Ensemble.predict", "kind", kind, get_args(Kind))
+        check_temperature(temperature, kind, len(self))
         outputs = self._evaluating()(x, in_axes=in_axes, **kwargs)
-        return classify(outputs) if kind == "classification" else regress(outputs)
+        return regress(outputs) if kind == "regression" else classify(outputs, kind, temperature)
 
     def view(self, **attributes: Any) -> Ensemble[M]:
         """Return an ensemble with other values of static attributes of the members, as `nnx.view`.
@@ -290,19 +291,32 @@ class Ensemble(Generic[M]):
     def __iter__(self) -> Iterator[M]:
         return (self[i] for i in range(len(self)))
 
+    # The type of an array does not tell whether it holds one index or several, so its overload comes first.
+    @overload
+    def __getitem__(self, index: jax.Array | np.ndarray) -> Any: ...
     @overload
     def __getitem__(self, index: SupportsIndex) -> M: ...
     @overload
-    def __getitem__(self, index: slice) -> Ensemble[M]: ...
+    def __getitem__(self, index: slice | list[int] | list[bool]) -> Ensemble[M]: ...
     def __getitem__(self, index: Any) -> Any:
-        """Return member `index` as a standalone model, or an ensemble of a slice of the members."""
+        """Return member `index` as a standalone model, or an ensemble of some of the members.
+
+        A slice, a list or array of ints, or a mask gives an ensemble; lists, arrays and masks as in
+        `plurax.ensemble.select`.
+        """
         size = len(self)
+        if isinstance(index, list) or (isinstance(index, (np.ndarray, jax.Array)) and index.ndim):
+            return Ensemble(self.structure, *select_rows("Ensemble", (self.trainable, self.rest), index, size))
         if isinstance(index, slice):
             if not range(size)[index]:
                 raise IndexError(f"Ensemble: {index} selects none of the {size} members; select at least one.")
-            return jax.tree.map(lambda x: x[index], self)
-        i = member_index("Ensemble", index, size)
-        return jax.tree.map(lambda x: x[i], self).__plurax_member__()
+            chosen: Any = index
+        else:
+            chosen = member_index("Ensemble", index, size)
+        with within(Layout.home(self)):
+            rows = jax.tree.map(lambda x: x[chosen], self)
+        # A member on a mesh would refuse inputs on other devices. So it leaves the mesh, and JAX may move it.
+        return rows if isinstance(index, slice) else one_copy(rows).__plurax_member__()
 
     def __repr__(self) -> str:
         # In a sliced ensemble or a prefix, no axis 0 has the number of members as its length.
@@ -311,11 +325,11 @@ class Ensemble(Generic[M]):
         count = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(self.trainable))
         return f"Ensemble of {len(self)} × {self.structure!r}, {count:,} parameter{'s' * (count != 1)} each"
 
-    def _current_ndims(self) -> _Ndims:
-        return _Ndims(tuple(getattr(x, "ndim", -1) for x in jax.tree.leaves((self.trainable, self.rest))))
+    def _current_ndims(self) -> Ndims:
+        return Ndims(tuple(getattr(x, "ndim", -1) for x in jax.tree.leaves((self.trainable, self.rest))))
 
     def _is_intact(self) -> bool:
-        # Plain tuples are compared, because the `_Ndims` of a prefix is equal to any other.
+        # Plain tuples are compared, because the `Ndims` of a prefix is equal to any other.
         return self._current_ndims().of == self._ndims.of
 
     def _check_intact(self) -> None:
@@ -349,7 +363,7 @@ class Ensemble(Generic[M]):
         # Inside a vmap the arrays of `self` and of `model` lack axis 0, so both have one axis fewer than the result
         # has outside. The difference is the same for all arrays.
         mapped = self._ndims.of[0] - self._current_ndims().of[0]
-        object.__setattr__(stacked, "_ndims", _Ndims(tuple(ndim + mapped for ndim in stacked._ndims.of)))
+        object.__setattr__(stacked, "_ndims", Ndims(tuple(ndim + mapped for ndim in stacked._ndims.of)))
         return stacked
 
     def __plurax_split__(self) -> tuple[Structure, Any, Any]:
@@ -361,7 +375,7 @@ def _flatten_with_keys(ens: Ensemble) -> tuple[Any, Any]:
     return ((GetAttrKey("trainable"), ens.trainable), (GetAttrKey("rest"), ens.rest)), (ens.structure, ens._ndims)
 
 
-def _unflatten(static: tuple[Structure, _Ndims], arrays: Iterable[Any]) -> Ensemble:
+def _unflatten(static: tuple[Structure, Ndims], arrays: Iterable[Any]) -> Ensemble:
     # The constructor would take the number of axes from the arrays, which may be sliced, or not be arrays at all.
     ens = object.__new__(Ensemble)
     trainable, rest = arrays

@@ -6,11 +6,14 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from ...transforms._core.arguments import describe
 from .._scoring.uncertainty import entropy_of, information_of
-from .._scoring.validation import at_least_float32, check_probabilities, check_variances
+from .._scoring.validation import at_least_float32, check_probabilities, check_variances, first, unwrapped
+from .rows import by_row
 
-Kind = Literal["classification", "regression"]
+Kind = Literal["classification", "binary", "regression"]
 
 
 class Prediction(NamedTuple):
@@ -20,14 +23,16 @@ class Prediction(NamedTuple):
     outputs, which only regression accepts, give a floating-point mean and variance.
 
     Attributes:
-      mean: classification: mean probability of each class, (batch, classes); regression: mean value, (batch, ...).
-      variance: classification: variance of each class probability over the members, (batch, classes). Regression:
-        variance of the value over the members, (batch, ...); if the members predict variances too, their mean is added,
-        which gives the variance of the mixture. A negative predicted variance raises, or under `jit` gives NaN.
-      entropy: entropy of `mean` in nats, (batch,): the total uncertainty. None for regression.
-      mutual_information: `entropy` minus the mean entropy of the members, in nats, (batch,): the uncertainty that is
-        due to disagreement. None for regression.
-      members: the probabilities (size, batch, classes) or values (size, batch, ...) of each member.
+      mean: classification: mean probability of each class, (batch, ..., classes); binary: of no and of yes, (batch,
+        ..., 2); regression: mean value, (batch, ...).
+      variance: classification and binary: variance of each probability over the members, shaped like `mean`.
+        Regression: variance of the value over the members, (batch, ...); if the members predict variances too, their
+        mean is added, which gives the variance of the mixture. A negative predicted variance raises, or under `jit`
+        gives NaN.
+      entropy: entropy of `mean` in nats, (batch, ...): the total uncertainty. None for regression.
+      mutual_information: `entropy` minus the mean entropy of the members, in nats, (batch, ...): the uncertainty that
+        is due to disagreement. None for regression.
+      members: the probabilities or values of each member, with the members along axis 0 in front of the axes of `mean`.
 
     Source:
       Depeweg et al. 2018, "Decomposition of Uncertainty in Bayesian Deep Learning".
@@ -48,19 +53,54 @@ class Prediction(NamedTuple):
     members: jax.Array
 
 
-def classify(logits: Any) -> Prediction:
-    """Return the prediction for logits (members, batch, classes); raise for anything else."""
-    if not isinstance(logits, jax.Array) or logits.ndim != 3:
-        found = f"all together returned {_say(logits)}; for values use kind='regression'"
-        raise ValueError(f"Ensemble.predict: each member must return logits of shape (batch, classes), but {found}.")
-    expected = "(members, batch, classes)"
-    return _of_logits(check_probabilities("Ensemble.predict", logits, expected, 3, bounded=False, what="logits"))
+def check_temperature(temperature: Any, kind: str, size: int) -> None:
+    """Raise if `temperature` is neither None nor one or `size` positive numbers, or has no meaning for `kind`."""
+    if temperature is None:
+        return
+    if kind == "regression":
+        raise ValueError("Ensemble.predict: temperature divides logits, but kind='regression' has none; leave it out.")
+    number = unwrapped(temperature)
+    number = number if hasattr(number, "dtype") else np.asarray(number)
+    if not any(jnp.issubdtype(number.dtype, real) for real in (jnp.floating, jnp.integer)):
+        raise TypeError(f"Ensemble.predict: temperature must be a real number, but got {describe(temperature)}.")
+    if number.shape not in ((), (size,)):
+        expected = f"one number, or one for each of the {size} members"
+        raise ValueError(f"Ensemble.predict: temperature must be {expected}, but got shape {number.shape}.")
+    if found := first(_no_temperature, number):
+        raise ValueError(f"Ensemble.predict: temperature must be positive and finite, but got {found[1]}.")
+
+
+def _no_temperature(x: Any) -> Any:
+    return ~((x > 0) & (x < jnp.inf))
+
+
+def classify(logits: Any, kind: str, temperature: Any) -> Prediction:
+    """Return the prediction for logits (members, batch, ..., classes), or (members, batch, ...) if `kind` is "binary".
+
+    Raise for anything else.
+    """
+    least, expected = (2, "(batch, ...)") if kind == "binary" else (3, "(batch, ..., classes)")
+    if not isinstance(logits, jax.Array) or logits.ndim < least:
+        remedy = "for logits of yes-or-no labels use kind='binary', for values kind='regression'"
+        found = f"all together returned {_say(logits)}; {remedy}"
+        raise ValueError(f"Ensemble.predict: each member must return logits of shape {expected}, but {found}.")
+    if kind == "binary" and jnp.issubdtype(logits.dtype, jnp.floating):
+        # The sigmoid of z is the softmax of 0 and z.
+        logits = jnp.stack([jnp.zeros_like(logits), logits], axis=-1)
+    check_probabilities("Ensemble.predict", logits, f"(members, {expected[1:]}", least, bounded=False, what="logits")
+    return _of_logits(logits, None if temperature is None else jnp.asarray(unwrapped(temperature)))
 
 
 @jax.jit
-def _of_logits(logits: jax.Array) -> Prediction:
+def _of_logits(logits: jax.Array, temperature: Any) -> Prediction:
+    logits = at_least_float32(logits)
+    if temperature is not None:
+        # Traced values cannot raise, so an invalid temperature makes the result NaN.
+        positive = jnp.where(_no_temperature(temperature), jnp.nan, temperature).astype(logits.dtype)
+        # Shifted to at most 0 first, so that a small temperature does not make the largest logit infinite.
+        logits = (logits - logits.max(axis=-1, keepdims=True)) / by_row(positive, logits)
     # The ensemble is the mixture of its members, so probabilities are averaged, not logits.
-    members = jax.nn.softmax(at_least_float32(logits), axis=-1)
+    members = jax.nn.softmax(logits, axis=-1)
     mean = members.mean(axis=0)
     total = entropy_of(mean)
     return Prediction(mean, members.var(axis=0), total, information_of(members, total), members)

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...transforms._core.arguments import describe
-from .sharding import Layout, constrain, move
+from ...transforms._core.compat import Tracer
+from .sharding import Layout, constrain, move, within
 
 
 def member_index(api: str, i: Any, size: int) -> int:
@@ -21,6 +22,49 @@ def member_index(api: str, i: Any, size: int) -> int:
     if not -size <= operator.index(i) < size:
         raise IndexError(f"{api}: member {i} is out of range for an ensemble of {size}.")
     return operator.index(i) % size
+
+
+def select_rows(api: str, rows: Any, indices: Any, size: int) -> Any:
+    """Return the rows of some of `size` members, distributed as `rows` is; raise for invalid indices.
+
+    Args:
+      api: the function that the user called, for errors.
+      rows: arrays with one row per member.
+      indices: integers (count,), with negative ones counted from the end, or a mask (size,).
+      size: the number of members.
+    """
+    # NumPy would convert the booleans of a mixed list to the indices 0 and 1.
+    if isinstance(indices, (list, tuple)) and 0 < sum(map(_is_bool, indices)) < len(indices):
+        raise TypeError(f"{api}: indices must be all integers or all booleans, but got {describe(indices)}.")
+    indices = indices if isinstance(indices, jax.Array) else np.asarray(indices)
+    if not indices.size:
+        raise ValueError(f"{api}: indices are empty; select at least one member.")
+    is_mask = indices.dtype == bool
+    if not is_mask and not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise TypeError(f"{api}: indices must be integers or a mask of booleans, but got {describe(indices)}.")
+    if indices.ndim != 1:
+        raise ValueError(f"{api}: indices must have shape (count,), but got {indices.shape}.")
+    if is_mask and len(indices) != size:
+        raise IndexError(f"{api}: a mask needs one entry for each of the {size} members, but it has {len(indices)}.")
+    if isinstance(indices, Tracer):
+        if is_mask:
+            raise TypeError(
+                f"{api}: a traced mask selects an unknown number of members; pass indices of a fixed count."
+            )
+        # Traced indices are part of the user's own program, which decides on the placement of its results.
+        return jax.tree.map(lambda x: x[indices], rows)
+    if is_mask:
+        indices = np.flatnonzero(indices)
+        if not indices.size:
+            raise ValueError(f"{api}: the mask selects none of the {size} members; select at least one.")
+    # `tolist` gives Python integers, which do not overflow.
+    places = np.array([member_index(api, i, size) for i in np.asarray(indices).tolist()])
+    with within(Layout.home(rows)):
+        return take(rows, places)
+
+
+def _is_bool(x: Any) -> bool:
+    return isinstance(x, bool) or getattr(x, "dtype", None) == "bool"
 
 
 def by_row(values: jax.Array, x: jax.Array) -> jax.Array:

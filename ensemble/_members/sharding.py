@@ -63,6 +63,14 @@ class Layout:
             return None
         return cls(sharding.mesh) if tuple(sharding.spec)[:1] == (ENSEMBLE,) else None
 
+    @classmethod
+    def home(cls, tree: Any) -> Layout | None:
+        """Return the layout of stacked arrays also if every device has a copy; None if they lie on one device."""
+        sharding = getattr(jax.tree.leaves(tree)[0], "sharding", None)
+        if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh) or sharding.mesh.size == 1:
+            return None
+        return None if sharding.mesh.explicit_axes else cls(sharding.mesh)
+
     @property
     def devices(self) -> int:
         """Return the number of devices along the axis `ensemble`."""
@@ -103,6 +111,11 @@ class Layout:
     def place_shared(self, x: Any) -> jax.Array:
         """Return the array with a copy on every device."""
         return move(x, self.shared)
+
+    def reach(self, x: Any) -> jax.Array:
+        """Return the array unchanged if it lies on these devices, else with a copy on every device."""
+        sharding = getattr(x, "sharding", None)
+        return x if getattr(sharding, "mesh", None) == self.mesh else self.place_shared(x)
 
     def place_batch(self, batch: Any, axes: Sequence[Axes], size: int) -> Any:
         """Return the batch of `size` members with each array on the devices that need it, padded like the members."""
@@ -203,6 +216,28 @@ def move(tree: Any, sharding: Any) -> Any:
         data = np.asarray(jax.random.key_data(x) if is_key(x) else x)
         held = jax.make_array_from_callback(data.shape, sharding, lambda index: data[index])
         return jax.random.wrap_key_data(held, impl=jax.random.key_impl(x)) if is_key(x) else held
+
+    return jax.tree.map(of_leaf, tree)
+
+
+def uncommitted(x: jax.Array) -> jax.Array:
+    """Return a copy of an array that JAX may move to other devices, to meet the arrays there."""
+    # No function of JAX releases an array from its devices, so it is copied through the host. NumPy has no keys.
+    if is_key(x):
+        with within(Layout.home(x)):
+            words = jax.random.key_data(x)
+        return jax.random.wrap_key_data(uncommitted(words), impl=jax.random.key_impl(x))
+    with jax.enable_x64(True):  # or numbers of 64 bits would lose half of them
+        return jnp.array(np.asarray(x))
+
+
+def one_copy(tree: Any) -> Any:
+    """Return arrays that lie on several devices as uncommitted arrays, complete in this process."""
+
+    def of_leaf(x: Any) -> Any:
+        if isinstance(x, Tracer) or not isinstance(x, jax.Array) or len(x.sharding.device_set) == 1:
+            return x
+        return uncommitted(everywhere(x))
 
     return jax.tree.map(of_leaf, tree)
 

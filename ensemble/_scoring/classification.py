@@ -21,7 +21,8 @@ def accuracy(probabilities: ArrayLike, labels: ArrayLike) -> jax.Array:
     Args:
       probabilities: floating point (..., batch, classes), at least 2 classes; logits give the same result. Among
         equally probable classes, the first one is predicted.
-      labels: integer classes (batch,), from 0 to classes - 1.
+      labels: integer classes (batch,), from 0 to classes - 1; or several for each example, such as (batch, height,
+        width) with probabilities (..., batch, height, width, classes). All labels count equally.
 
     Returns:
       Shape (...), float32, or float64 for float64 probabilities. NaN if the probabilities of an example contain a NaN,

@@ -62,33 +62,47 @@ def unwrapped(x: Any) -> Any:
     return convert() if convert else x
 
 
-# The remedies for an argument that is not floating point, and for one with a single class.
+# The remedies for an argument that is not floating point, and for one with a single class; for one without classes, the
+# expression that has them.
 _REMEDIES = {
     "probabilities": (
         "pass the output of jax.nn.softmax, or one-hot predictions with .astype(float)",
         "if p is the probability of the second of two classes, pass jnp.concatenate([1 - p, p], axis=-1)",
+        "jnp.stack([1 - p, p], axis=-1)",
     ),
     "logits": (
         "cast them with .astype(float)",
         "if z is the single logit of a sigmoid, pass jnp.concatenate([jnp.zeros_like(z), z], axis=-1)",
+        "jnp.stack([jnp.zeros_like(z), z], axis=-1)",
     ),
 }
 
 
 def check_scored(
-    name: str, probabilities: ArrayLike, labels: ArrayLike, *, bounded: bool = True, what: str = "probabilities"
+    name: str, probabilities: Any, labels: Any, *, bounded: bool = True, what: str = "probabilities"
 ) -> tuple[Any, Any]:
-    """Return probabilities (or logits, if `what` is "logits") and labels as arrays; raise if they are invalid."""
+    """Return probabilities (..., examples, classes) and labels (examples,) as arrays; raise if they are invalid.
+
+    Each label counts as an example: labels (batch, height, width) become (batch * height * width,). If `what` is
+    "logits", these take the place of probabilities.
+    """
     # The cast to integers would truncate floating-point labels; booleans are not classes either.
     labels = unwrapped(labels)
     if not hasattr(labels, "dtype") or not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"{name}: labels must be an array of integers, but got {say(labels)}.")
+    if getattr(unwrapped(probabilities), "shape", None) == (shape := labels.shape):
+        remedy = f"for yes-or-no labels pass {_REMEDIES[what][2]}"
+        raise ValueError(f"{name}: {what} need an axis of classes, but have the shape {shape} of labels; {remedy}.")
     probabilities = check_probabilities(name, probabilities, "(..., batch, classes)", 2, bounded=bounded, what=what)
-    *_, batch, classes = jnp.shape(probabilities)
-    check_shape(name, "labels", labels, (batch,), what)
+    shape, ndim = jnp.shape(probabilities), max(jnp.ndim(labels), 1)
+    check_shape(name, "labels", labels, shape[-1 - ndim : -1], what)
+    classes = shape[-1]
     if found := first(lambda x: (np.asarray(x) < 0) | (np.asarray(x) >= classes), labels):
         wrong = f"labels{list(found[0])} is {found[1]}"
         raise ValueError(f"{name}: labels must be in 0 to {classes - 1}, but {wrong}; leave such examples out.")
+    if ndim > 1:
+        probabilities = probabilities.reshape(*shape[: -1 - ndim], labels.size, classes)
+        labels = labels.reshape(-1)
     return probabilities, labels
 
 

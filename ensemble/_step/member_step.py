@@ -66,9 +66,15 @@ class MemberStep:
             loss = self.loss.of(standing.hyperparams)
             return metrics_of(loss(structure.merge(trainable, rest), *batch))["loss"]
 
+        def gradients_at(trainable: Any, _: Any) -> Any:
+            """Return the gradients at other parameters, on the same batch and with the same random keys."""
+            there = (trainable, rest, opt_state, standing)
+            gradients = self.loss_and_gradients(structure, there, batch, split)[1]
+            return _averaged(gradients) if split else gradients
+
         fails = standing.trains & ~finite((metrics["loss"], gradients)) if self.freeze else jnp.array(False)
         takes = standing.trains & ~fails
-        extra = {"value": metrics["loss"], "grad": gradients, "value_fn": loss_at}
+        extra = {"value": metrics["loss"], "grad": gradients, "value_fn": loss_at, "grad_fn": gradients_at}
         new = self.optimizer.update(gradients, opt_state, after.trainable, standing.schedules, **extra)
         # The condition is known before the update, so XLA fuses the selection into it. Checking the new parameters too
         # would cost more passes over all arrays; if they are not finite, the next loss is almost never finite either.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from ...transforms._core.arguments import describe
+from ...transforms._runs.optimizer import as_transform, check_opt_state
 
 # A schedule is identified by its values at these steps: a resumed run compares schedules, but functions have no `==`.
 _SAMPLED_STEPS = (0, 1, 10, 100, 1000, 10000)
@@ -22,7 +23,7 @@ class MemberOptimizer:
     """One optimizer, whose state has the members along axis 0.
 
     Args:
-      optimizer: an optax factory, such as `optax.adam`, or a ready `GradientTransformation`.
+      optimizer: an optax factory, such as `optax.adam`, or a ready `GradientTransformation` or `MultiSteps`.
       hyperparams: arguments of the factory: a list or a 1-D array holds one value per member, anything else is shared.
 
     Attributes:
@@ -37,11 +38,13 @@ class MemberOptimizer:
         self.name: str | None = None
         self.numbers: dict[str, Any] = {}
         self.schedules: dict[str, Schedules] = {}
-        if isinstance(optimizer, optax.GradientTransformation):
+        self._checked_states: set[Any] = set()
+        transform = as_transform(optimizer)
+        if transform is not None:
             if hyperparams is not None:
                 found = "the optimizer is a ready GradientTransformation"
                 raise ValueError(f"Trainer: hyperparams need an optax factory, but {found}; pass the factory itself.")
-            self._transform = optax.with_extra_args_support(optimizer)
+            self._transform = transform
             return
         if not callable(optimizer):
             expected = "an optax factory such as optax.adam, or a GradientTransformation"
@@ -57,10 +60,10 @@ class MemberOptimizer:
         self.per_member, self._shared, self.numbers = sort_hyperparams(given)
         self.numbers |= {name: str(schedules) for name, schedules in self.schedules.items()}
         self.name = getattr(optimizer, "__name__", type(optimizer).__name__)
-        names, make = _check_names(optimizer, given), optimizer
+        names, make = _check_names(optimizer, given), _made_by(optimizer)
         if self.per_member:
             # Only hyperparameters with a value per member become arrays: `1 - b1` in Python is not `1 - b1` in float32.
-            make = optax.inject_hyperparams(optimizer, static_args=[x for x in names if x not in self.per_member])
+            make = optax.inject_hyperparams(make, static_args=[x for x in names if x not in self.per_member])
         self._make = partial(make, **self._shared)
         # Built with the values of the first member; updates read the values of each member from its state, where `init`
         # puts them. Python numbers, since optax stores these in the state.
@@ -72,15 +75,29 @@ class MemberOptimizer:
         for name, values in self.per_member.items():
             check_size(name, values, size)
 
-        def init_member(params: Any, values: dict[str, Any]) -> Any:
-            return (self._make(**values) if values else self._transform).init(params)
-
         # Mapped over the members, so that the state of each has its own numbers in `hyperparams`, where `update` reads
         # them and `exploit` changes them.
-        return jax.vmap(init_member)(trainable, self.per_member)
+        return jax.vmap(self._init_member)(trainable, self.per_member)
+
+    def _init_member(self, params: Any, values: Mapping[str, Any]) -> Any:
+        """Return the optimizer state of one member, with these values of its hyperparameters."""
+        return (self._make(**values) if values else self._transform).init(params)
+
+    def check_state(self, api: str, state: Any, trainable: Any) -> None:
+        """Raise if the optimizer state of one member is from another optimizer."""
+        # One member, since a state from `select` may have more or fewer members than there are hyperparameters.
+        values = {name: values[0] for name, values in self.per_member.items()}
+        check_opt_state(api, state, partial(self._init_member, values=values), trainable, self._checked_states)
 
     def update(
-        self, gradients: Any, state: Any, params: Any, schedules: Mapping[str, jax.Array], **extra: Any
+        self,
+        gradients: Any,
+        state: Any,
+        params: Any,
+        schedules: Mapping[str, jax.Array],
+        *,
+        grad_fn: Callable[..., Any],
+        **extra: Any,
     ) -> tuple[Any, Any]:
         """Return the new parameters and optimizer state of one member.
 
@@ -89,6 +106,7 @@ class MemberOptimizer:
           state: the optimizer state.
           params: the parameters.
           schedules: the index of the member's schedule, for each hyperparameter with schedules.
+          grad_fn: the gradients of the loss at other parameters, for `optax.contrib.sam`.
           **extra: extra arguments for optimizers that take them, such as `optax.lbfgs`.
         """
         if schedules:
@@ -98,9 +116,28 @@ class MemberOptimizer:
                 for name, which in schedules.items()
             }
             state = state._replace(hyperparams={**state.hyperparams, **now})
-        # optax passes the extra arguments only to transforms that take them.
-        updates, state = self._transform.update(gradients, state, params, **extra)
+        # optax passes the extra arguments only to transforms that take them. `sam` takes others, and no unknown ones.
+        try:
+            updates, state = self._transform.update(gradients, state, params, **extra)
+        except TypeError as error:
+            if "unexpected keyword argument" not in str(error):
+                raise
+            updates, state = self._transform.update(gradients, state, params, grad_fn=grad_fn)
         return optax.apply_updates(params, updates), state
+
+
+def _made_by(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a factory of transformations in the form of `as_transform`; raise if the factory makes something else."""
+
+    @wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        made = factory(*args, **kwargs)
+        if (transform := as_transform(made)) is None:
+            expected = "a GradientTransformation"
+            raise TypeError(f"Trainer: the optax factory must return {expected}, but it returned {describe(made)}.")
+        return transform
+
+    return make
 
 
 def check_size(name: str, values: np.ndarray, size: int) -> np.ndarray:

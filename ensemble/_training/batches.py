@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
+from mmap import mmap
 from typing import Any, Literal, get_args
 
 import jax
@@ -12,10 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...transforms._core.arguments import check_choice, check_count, check_number, describe
+from ...transforms._core.axes import Axes
 from ...transforms._core.prng import check_key
-from ...transforms._models.split_model import dotted
+from ...transforms._runs.data import examples, is_array_like
 
 Draw = Literal["all", "bootstrap", "subset"]
+
+# At most this many batches, of at most so many bytes, are gathered together; the next order may take as many bytes.
+_TOGETHER, _BYTES = 16, 2**20
 
 
 class Batches:
@@ -26,30 +31,33 @@ class Batches:
     every epoch. Only indices differ between members; there is one copy of the data.
 
     Args:
-      data: a pytree of arrays with the examples along axis 0, such as `(x, y)`.
+      data: a pytree of arrays with the examples along axis 0, such as `(x, y)`: arrays of JAX or NumPy, or of a library
+        whose arrays NumPy converts, such as tensors of PyTorch on the CPU. Memory-mapped arrays (`np.memmap`) stay on
+        the disk, so their file must not change meanwhile; others are copied to the device.
       batch_size: the number of examples in a batch, for each member.
       key: a random key that determines all batches. The batches of a member do not depend on the number of members.
       members: None for batches that all members share, or the number of members. With a number, the arrays of a batch
-        have shape (members, batch_size, ...), for a `Trainer` with `in_axes=0`.
+        have shape (members, batch_size, ...), for a `Trainer` with `in_axes=0`; `Trainer.fit` refuses any other.
       draw: the examples of each member: "all"; "bootstrap": drawn with replacement, as in bagging; "subset": drawn
         without replacement.
       fraction: for "bootstrap" and "subset", the number of examples of a member as a fraction of all; above 0, and at
         most 1 for "subset".
-      epochs: the number of epochs; None repeats forever.
+      epochs: the number of epochs; None repeats forever, so `Trainer.fit` needs `steps`.
 
     Attributes:
       indices: the examples of each member, int32 (members, count); None with `draw="all"`. The other examples can
         serve as validation data of that member.
 
     Raises:
-      TypeError: `data` contains no arrays or a scalar; `key` is not a key; a count is not an int; `fraction` is not a
-        number.
-      ValueError: the arrays differ in length; `batch_size` is larger than the number of examples of a member; a count
-        is below 1; `draw` is unknown; `fraction` is out of range, or given with `draw="all"`; `draw` is "bootstrap" or
-        "subset", but `members` is None.
+      TypeError: `data` contains something other than arrays of numbers, such as a scalar or a string; `key` is not a
+        key; a count is not an int; `fraction` is not a number.
+      ValueError: `data` contains no arrays, or arrays that differ in length; `batch_size` is larger than the number of
+        examples of a member; a count is below 1; `draw` is unknown; `fraction` is out of range, or given with
+        `draw="all"`; `draw` is "bootstrap" or "subset", but `members` is None.
 
     Cost:
-      Each epoch sorts one random number for each example of each member. A compiled program gathers each batch.
+      Each epoch sorts one random number for each example of each member. A compiled program gathers each batch; from a
+      memory-mapped array the batch is read from the disk, and only the batch is in memory.
 
     Source:
       Breiman 1996, "Bagging Predictors".
@@ -74,7 +82,7 @@ class Batches:
         fraction: float = 1.0,
         epochs: int | None = None,
     ) -> None:
-        count = _length(data)
+        data, count = examples("Batches", data)
         for name, value in (("batch_size", batch_size), ("members", members), ("epochs", epochs)):
             check_count("Batches", name, value, optional=name != "batch_size")
         check_key("Batches", key)
@@ -92,8 +100,12 @@ class Batches:
                 f"Batches: batch_size is {batch_size}, but there are only {each} examples; make it smaller."
             )
         # NumPy arrays are copied, since the caller may change them; JAX arrays are immutable.
-        self._data = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.array(x), data)
+        self._data = jax.tree.map(lambda x: x if isinstance(x, jax.Array) or _is_mapped(x) else jnp.array(x), data)
+        self._any_mapped = any(map(_is_mapped, jax.tree.leaves(data)))
         self._batch_size, self._epochs, self._members, self._each = batch_size, epochs, members, each
+        # Small batches are gathered together, since a dispatch takes longer than gathering one of them.
+        size = batch_size * (members or 1) * sum(x.nbytes // max(1, count) for x in jax.tree.leaves(self._data))
+        self._together = max(1, min(_TOGETHER, self.per_epoch, _BYTES // max(1, size)))
         # Two keys, so that the selected examples of a member are independent of their order.
         to_draw, self._to_shuffle = jax.random.split(key)
         self.indices: jax.Array | None = None
@@ -122,12 +134,18 @@ class Batches:
 
     def order(self, epoch: int) -> jax.Array:
         """Return the indices of the examples in the order of an epoch: int32 (count,), or (members, count)."""
-        return _order(jax.random.fold_in(self._to_shuffle, epoch), self.indices, self._members, self._each)
+        return _order(self._to_shuffle, np.uint32(epoch), self.indices, self._members, self._each)
 
-    def _at(self, order: jax.Array, i: int) -> Any:
-        """Return batch `i` of an epoch with this order."""
-        # The start is an array, so that all batches are one compiled program.
-        return _gathered(self._data, order, np.int32(i * self._batch_size), self._batch_size)
+    def _from(self, order: jax.Array, i: int) -> list[Any]:
+        """Return batch `i` of an epoch with this order, and some that follow."""
+        if self._any_mapped:
+            index = np.asarray(order)[..., i * self._batch_size : (i + 1) * self._batch_size]
+            # The dtypes are those of JAX, as for arrays that are copied.
+            return [jax.tree.map(lambda x: jnp.asarray(x[index]), self._data)]
+        # The last ones start earlier, and the start is an array, so that all are one compiled program.
+        first = min(i, self.per_epoch - self._together)
+        start = np.int32(first * self._batch_size)
+        return _gathered(self._data, order, start, self._batch_size, self._together)[i - first :]
 
 
 class BatchIterator(Iterator[Any]):
@@ -138,6 +156,8 @@ class BatchIterator(Iterator[Any]):
         self._next = 0
         self._epoch = -1
         self._order: jax.Array | None = None
+        self._following: jax.Array | None = None
+        self._ready: list[Any] = []
 
     def __next__(self) -> Any:
         """Return the next batch; draw the order of an epoch with its first batch."""
@@ -145,19 +165,24 @@ class BatchIterator(Iterator[Any]):
         epoch, i = divmod(self._next, batches.per_epoch)
         if batches._epochs is not None and epoch >= batches._epochs:
             raise StopIteration
-        # Only the order of the current epoch is kept, to save memory.
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, batches.order(epoch)
+            ahead = self._following if epoch == self._epoch + 1 else None
+            self._epoch, self._order = epoch, batches.order(epoch) if ahead is None else ahead
+            # The next order is computed while this one is in use, unless it would need much memory.
+            last = batches._epochs is not None and epoch + 1 == batches._epochs
+            self._following = None if last or self._order.nbytes > _BYTES else batches.order(epoch + 1)
+        if not self._ready:
+            assert self._order is not None
+            self._ready = batches._from(self._order, i)[::-1]
         self._next += 1
-        assert self._order is not None
-        return batches._at(self._order, i)
+        return self._ready.pop()
 
     def skip(self, count: int) -> int:
         """Skip `count` batches, or all that are left if there are fewer, and return the number skipped."""
         end = self._next + count
         if self._batches._epochs is not None:
             end = min(end, len(self._batches))
-        skipped, self._next = end - self._next, end
+        skipped, self._next, self._ready = end - self._next, end, []
         return skipped
 
 
@@ -175,9 +200,10 @@ def _drawn(key: jax.Array, members: int, count: int, each: int, replace: bool) -
     return jax.lax.map(of_member, jnp.arange(members))
 
 
-@partial(jax.jit, static_argnums=(2, 3))
-def _order(key: jax.Array, indices: jax.Array | None, members: int | None, each: int) -> jax.Array:
-    """Return a permutation of the examples: one for all members, or one for each."""
+@partial(jax.jit, static_argnums=(3, 4))
+def _order(key: jax.Array, epoch: Any, indices: jax.Array | None, members: int | None, each: int) -> jax.Array:
+    """Return the permutation of the examples in an epoch: one for all members, or one for each."""
+    key = jax.random.fold_in(key, epoch)
     if members is None:
         return jax.random.permutation(key, each).astype(jnp.int32)
 
@@ -189,20 +215,55 @@ def _order(key: jax.Array, indices: jax.Array | None, members: int | None, each:
     return jax.lax.map(of_member, jnp.arange(members))
 
 
-@partial(jax.jit, static_argnums=3)
-def _gathered(data: Any, order: jax.Array, start: jax.Array, size: int) -> Any:
-    """Gather `size` examples from position `start` of the order on, for each member if each has its own order."""
-    index = jax.lax.dynamic_slice_in_dim(order, start, size, axis=-1)
-    return jax.tree.map(lambda x: x[index], data)
+@partial(jax.jit, static_argnums=(3, 4))
+def _gathered(data: Any, order: jax.Array, start: jax.Array, size: int, count: int) -> list[Any]:
+    """Gather `count` batches from position `start` of the order on, for each member if each has its own order."""
+    index = jax.lax.dynamic_slice_in_dim(order, start, size * count, axis=-1)
+    batches, axis = jax.tree.map(lambda x: x[index], data), order.ndim - 1
+    slices = [partial(jax.lax.slice_in_dim, start_index=i * size, limit_index=(i + 1) * size) for i in range(count)]
+    return [jax.tree.map(partial(take, axis=axis), batches) for take in slices]
 
 
-def _length(data: Any) -> int:
-    """Return the number of examples; raise if the arrays differ in length."""
-    lengths = {dotted(path) or "data": jnp.shape(x)[:1] for path, x in jax.tree.leaves_with_path(data)}
-    if not lengths or not all(lengths.values()):
-        raise TypeError(f"Batches: data must be arrays with the examples along axis 0, but got {describe(data)}.")
-    (first, (count,)), *others = lengths.items()
-    for name, (length,) in others:
-        if length != count:
-            raise ValueError(f"Batches: `{first}` has {count} examples, but `{name}` has {length}; make them equal.")
-    return int(count)
+def _is_mapped(x: Any) -> bool:
+    """Return whether `x` is a memory-mapped array, or a view of one."""
+    # Not by the class: a selection of elements of an `np.memmap` is a copy in memory.
+    while isinstance(x, np.ndarray):
+        x = x.base
+    return isinstance(x, mmap)
+
+
+def check_source(batches: Any, in_axes: Axes, size: int, ends: bool) -> None:
+    """Raise if `Trainer.fit` cannot take these batches.
+
+    Args:
+      batches: the argument of `fit`; only data sets and `Batches` are recognized.
+      in_axes: as for `Trainer`.
+      size: the number of members.
+      ends: whether the run ends without the end of the batches.
+
+    Raises:
+      TypeError: the batches are a data set: an array, a dict, or a tuple of arrays.
+      ValueError: `Batches` never end, though the run needs their end, or are for other members than `in_axes`.
+    """
+    several = isinstance(batches, tuple) and any(map(is_array_like, batches))
+    if several or isinstance(batches, Mapping) or is_array_like(batches):
+        found = "a tuple of arrays" if several else describe(batches)
+        remedy = "Batches(data, batch_size, key=...), [data] * steps for full batches, or a list of batches"
+        raise TypeError(f"Trainer.fit: batches must be an iterable of batches, but got data, {found}; pass {remedy}.")
+    source = batches._batches if isinstance(batches, BatchIterator) else batches
+    if not isinstance(source, Batches):
+        return
+    if source._epochs is None and not ends:
+        raise ValueError("Trainer.fit: the Batches never end; pass steps= to fit, or epochs= to Batches.")
+    axes = jax.tree.leaves(in_axes, is_leaf=lambda x: x is None)
+    if source._members is None:
+        if 0 in axes:
+            found = f"the trainer has in_axes={in_axes}, but the Batches are shared by all members"
+            raise ValueError(f"Trainer.fit: {found}; pass members={size} to Batches, or in_axes=None to Trainer.")
+        return
+    if source._members != size:
+        raise ValueError(f"Trainer.fit: the Batches have members={source._members}, but the ensemble has {size}.")
+    if any(axis != 0 for axis in axes):
+        found = f"the Batches have members={size}, but the trainer has in_axes={in_axes}"
+        why = "so every member would train on the examples of all"
+        raise ValueError(f"Trainer.fit: {found}, {why}; pass in_axes=0 to Trainer.")

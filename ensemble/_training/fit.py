@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from tqdm import tqdm
@@ -15,7 +15,8 @@ from tqdm import tqdm
 from ...transforms._core.arguments import describe
 from ...transforms._core.axes import broadcast_axes
 from ...transforms._runs.checkpoint import Checkpoint
-from ...transforms._runs.history import Recorder, is_recorded, numbers
+from ...transforms._runs.data import as_arrays
+from ...transforms._runs.history import Recorder, recorded
 from ...transforms._runs.identity import Identity, check_same_run, in_a_run
 from ...transforms._runs.run_directory import RunDirectory
 from .._execution.forms import State
@@ -72,6 +73,22 @@ def resumed(
     return found if int(found[0].step) > watch.start else (state, *found[1:3], {})
 
 
+class Report(NamedTuple):
+    """The report of one step or of several that were taken as one program.
+
+    Attributes:
+      metrics: the metrics, which may not be computed yet; those of several steps have these along the last axis.
+      evaluated: the values of an evaluation after the last step, by name.
+      active: the indices of the members that the metrics belong to.
+      steps: the number of steps.
+    """
+
+    metrics: dict[str, Any]
+    evaluated: dict[str, Any]
+    active: np.ndarray
+    steps: int
+
+
 @dataclass
 class Run:
     """The steps of one run of a trainer."""
@@ -86,54 +103,69 @@ class Run:
     identity: Identity | None = None
     saved: int = -1
 
-    def advance(self, state: State, batch: Any) -> tuple[State, tuple[dict[str, Any], np.ndarray]]:
-        """Take a step, then stop or restart members; return the new state and the report of the step.
-
-        The report has the metrics, which may not be computed yet, and the indices of the members that they belong to.
-        """
-        watch = self.watch
+    def advance(self, state: State, batches: list[Any]) -> tuple[State, Report]:
+        """Take a step for each batch, then stop or restart members; return the new state and the report."""
+        watch, batches = self.watch, [as_arrays("Trainer.fit", "batch", batch) for batch in batches]
         if len(watch.active) < watch.size:
             # Batches have slices for all members, but the state has no rows for those that have left the run.
-            arguments, axes = self.stepper.arguments(batch, watch.size)
-            batch = watch.batch(arguments, broadcast_axes(axes, arguments))
+            given = [self.stepper.arguments(batch, watch.size) for batch in batches]
+            batches = [watch.batch(arguments, broadcast_axes(axes, arguments)) for arguments, axes in given]
         if self.identity is not None and not self.identity.program_is_known:
-            check_program(self.identity, self.stepper, state, batch)
+            check_program(self.identity, self.stepper, state, batches[0])
         after, metrics, self.execution = self.stepper.advance(
-            state, batch, self.execution, donate=True, aloud=watch.aloud
+            state, batches, self.execution, donate=True, aloud=watch.aloud
         )
-        self.taken += 1
+        self.taken += len(batches)
         active = watch.active
         after, found = watch.after(self.taken, after)
-        return after, ({**everywhere(metrics), **found}, active)
+        if self.stepper.executor.layout is not None:
+            metrics = everywhere(metrics)
+        return after, Report(metrics, found, active, len(batches))
 
-    def record(self, step: int, reported: tuple[dict[str, Any], np.ndarray]) -> None:
-        """Record a step whose metrics are computed, warn of members that failed, and call the callbacks."""
-        metrics, active = reported
-        size, evaluated = self.watch.size, "validation" in metrics
-        metrics = {name: x for name, x in metrics.items() if is_recorded(x)}
-        stopped = np.asarray(metrics.pop("stopped"))
-        self.watch.notice(stopped)
-        if (stopped > 0).all():  # no member trained: the step was dispatched before that was noticed
+    def record(self, last: int, report: Report) -> None:
+        """Record steps up to the `last`, whose metrics are computed."""
+        count = report.steps
+        if count == 1:
+            self._record(last, recorded(report.metrics), report.evaluated, report.active)
             return
+        of_all = recorded(report.metrics, ndim=2)
+        for i in range(count):
+            metrics = {name: x[:, i] for name, x in of_all.items()}
+            self._record(last - count + 1 + i, metrics, report.evaluated if i == count - 1 else {}, report.active)
+
+    def _record(self, step: int, metrics: dict[str, np.ndarray], evaluated: dict[str, Any], active: np.ndarray) -> None:
+        """Record a step, warn of members that failed, and call the callbacks."""
+        stopped, trained = metrics.pop("stopped"), None
+        metrics |= recorded(evaluated)
+        if np.count_nonzero(stopped) or len(active) < self.watch.size:
+            self.watch.notice(stopped)
+            if (stopped > 0).all():  # no member trained: the step was dispatched before that was noticed
+                return
+            metrics, trained = self._of_all_members(step, metrics, stopped, active)
+        if self.recorder.add(step, metrics, trained, always=bool(evaluated)) and self.callbacks:
+            if trained is not None and not trained.all():
+                wide = {name: x if x.dtype.kind in "fc" else x.astype(np.float32) for name, x in metrics.items()}
+                metrics = {name: np.where(trained, x, np.nan).astype(x.dtype) for name, x in wide.items()}
+            for callback in self.callbacks:
+                callback(step, metrics)
+
+    def _of_all_members(
+        self, step: int, metrics: dict[str, np.ndarray], stopped: np.ndarray, active: np.ndarray
+    ) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Return the metrics with a row for each member, and the members that trained; warn of those that failed."""
         if (stopped < 0).any():
             named = members_in_words(active[stopped < 0])
             warnings.warn(
                 f"Trainer.fit: {named} stopped at step {step}, since the loss or the gradients were not finite; "
                 "the state before the step is kept.",
-                stacklevel=6,  # the caller of `fit`: above this method, the loop's two functions, and two of `Trainer`
+                stacklevel=8,  # the caller of `fit`: above three methods here, two functions of the loop, and `_fit`
             )
         # A member that fails in this step still gets a row for it, with its non-finite loss.
-        trained = np.zeros(size, bool)
+        trained = np.zeros(self.watch.size, bool)
         trained[active] = stopped <= 0
         # Members that have left the run get arbitrary values, which `trained` masks.
-        places = np.searchsorted(active[:-1], np.arange(size))
-        metrics = {name: numbers(x)[places] for name, x in metrics.items()}
-        if self.recorder.add(step, metrics, trained, always=evaluated) and self.callbacks:
-            if not trained.all():
-                wide = {name: x if x.dtype.kind in "fc" else x.astype(np.float32) for name, x in metrics.items()}
-                metrics = {name: np.where(trained, x, np.nan).astype(x.dtype) for name, x in wide.items()}
-            for callback in self.callbacks:
-                callback(step, metrics)
+        places = np.searchsorted(active[:-1], np.arange(self.watch.size))
+        return {name: x[places] for name, x in metrics.items()}, trained
 
     def save(self, state: State) -> None:
         """Write a checkpoint."""
@@ -149,7 +181,7 @@ class Run:
         self.store.write(step, lambda path: write_state("Trainer.fit", path, full, about, self.recorder.arrays(), more))
 
     def finish(self, given: TrainState, ended: State, target: int | None, interrupted: bool) -> TrainState:
-        """Return the final state of all members; warn of non-finite parameters and of a run that ended early."""
+        """Return the final state of all members; warn of non-finite parameters, and of a run that ended early."""
         watch, aloud = self.watch, self.watch.aloud
         last = watch.all_members(ended)
         # Steps after the last member had stopped are not counted.
@@ -160,9 +192,13 @@ class Run:
                 "gradients were; the learning rate may be too large, or not finite.",
                 stacklevel=4,  # where `Trainer.fit` was called
             )
+        if step == watch.start and target in (None, step) and not interrupted:
+            finished = "all members have stopped" if watch.finished else "there are no batches"
+            why = finished if target is None else "steps=0"
+            warnings.warn(f"Trainer.fit: no step was taken, since {why}.", stacklevel=4)
         if target is not None and step < target and not interrupted:
             why = "all members have stopped" if watch.finished else "the batches ended"
-            ends = f"{why} after step {step}, {target - step} steps before the {target - watch.start} asked for."
+            ends = f"{why} after step {step}, {target - step} steps before the {target - watch.start} requested."
             stopped_early = (np.asarray(everywhere(last.standing.stopped)) == Stop.EARLY).any()
             if not (watch.finished and stopped_early):
                 warnings.warn(f"Trainer.fit: {ends}", stacklevel=4)
@@ -225,10 +261,13 @@ def _different_settings(checkpoint: Checkpoint, settings: dict[str, Any]) -> lis
     ]
 
 
-def loss_range(metrics: Mapping[str, Any]) -> str:
+def loss_range(report: Report) -> str:
     """Return the range of the loss over the members that train, for the progress bar."""
+    loss, stopped = (np.asarray(report.metrics[name]) for name in ("loss", "stopped"))
+    if report.steps > 1:
+        loss, stopped = loss[:, -1], stopped[:, -1]
     # Stopped members are left out: one that stopped with a large loss would keep the range wide to the end.
-    loss = np.asarray(metrics["loss"])[np.asarray(metrics["stopped"]) <= 0]
+    loss = loss[stopped <= 0]
     finite = loss[np.isfinite(loss)]
     others = loss.size - finite.size
     spread = f"loss {finite.min():.4f} to {finite.max():.4f}" if finite.size else "loss"

@@ -15,8 +15,8 @@ from ...transforms._core.arguments import check_callable, check_choice, check_co
 from ...transforms._core.compat import Tracer
 from ...transforms._core.prng import check_key
 from .._members.ensemble import Ensemble, M
-from .._members.rows import by_row, member_index, take, where_rows
-from .._members.sharding import Layout
+from .._members.rows import by_row, select_rows, where_rows
+from .._members.sharding import Layout, one_copy, within
 from .._scoring.classification import nll
 from .._step.member_status import with_other_keys
 from .._step.state import TrainState, check_state
@@ -30,16 +30,18 @@ def select(members: Members, indices: ArrayLike | Sequence[int]) -> Members:
 
     Args:
       members: an `Ensemble` or a `TrainState`.
-      indices: the indices of the members, integers (count,), in the order of the result. An index may be repeated; the
-        copies are then equal, including their random keys.
+      indices: the indices of the members, integers (count,), in the order of the result. Negative ones count from the
+        end. An index may be repeated; the copies are then equal, including their random keys. Or a mask, bool (size,),
+        that is True for the members to select.
 
     Returns:
       An object of the same type, with `count` members.
 
     Raises:
-      TypeError: `members` is neither an `Ensemble` nor a `TrainState`, or `indices` are not integers.
-      ValueError: `indices` have another shape, or are empty.
-      IndexError: an index that is not traced is out of range.
+      TypeError: `members` is neither an `Ensemble` nor a `TrainState`; `indices` are neither integers nor booleans, or
+        a mixture of both; a mask is traced.
+      ValueError: `indices` have another number of axes, or select no member.
+      IndexError: an index that is not traced is out of range; a mask does not have one entry for each member.
 
     Examples:
       >>> from flax import nnx
@@ -48,10 +50,11 @@ def select(members: Members, indices: ArrayLike | Sequence[int]) -> Members:
       Ensemble of 2 × Linear, 15 parameters each
     """
     if isinstance(members, TrainState):
-        arrays = _selected(members._arrays(), indices, len(members.ensemble))
+        arrays = select_rows("select", members._arrays(), indices, len(members.ensemble))
         chosen: Any = TrainState._of_arrays(members._structure, arrays, members.step)
     elif isinstance(members, Ensemble):
-        chosen = Ensemble(members.structure, *_selected((members.trainable, members.rest), indices, len(members)))
+        arrays = select_rows("select", (members.trainable, members.rest), indices, len(members))
+        chosen = Ensemble(members.structure, *arrays)
     else:
         raise TypeError(f"select: needs an Ensemble or a TrainState, but got {type(members).__name__}.")
     return chosen
@@ -304,23 +307,11 @@ def soup(ensemble: Ensemble[M], weights: ArrayLike | Sequence[float] | None = No
         total = jnp.where(own > 0, x * own.astype(jnp.promote_types(x.dtype, jnp.float32)), 0).sum(axis=0)
         return total.astype(x.dtype)
 
-    return jax.tree.map(mean, ensemble).__plurax_member__()
-
-
-def _selected(arrays: Any, indices: Any, size: int) -> Any:
-    """Return the rows of some of `size` members; raise for invalid indices."""
-    indices = indices if isinstance(indices, jax.Array) else np.asarray(indices)
-    if not indices.size:
-        raise ValueError("select: indices are empty; select at least one member.")
-    if not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise TypeError(f"select: indices must be integers, but got {describe(indices)}.")
-    if indices.ndim != 1:
-        raise ValueError(f"select: indices must have shape (count,), but got {indices.shape}.")
-    if isinstance(indices, Tracer):
-        # Traced indices are part of the user's own program, which decides on the placement of its results.
-        return jax.tree.map(lambda x: x[indices], arrays)
-    # `tolist` gives Python integers, which do not overflow.
-    return take(arrays, np.array([member_index("select", i, size) for i in np.asarray(indices).tolist()]))
+    home = Layout.home(ensemble)
+    with within(home):
+        shares = home.reach(shares) if home else shares
+        average = jax.tree.map(mean, ensemble)
+    return one_copy(average).__plurax_member__()
 
 
 def _check_real(api: str, name: str, x: Any) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,6 +17,7 @@ import numpy as np
 from ...transforms._core.arguments import check_callable, check_choice, check_count, check_number, describe
 from ...transforms._core.axes import Axes, check_in_axes
 from ...transforms._core.memory import check_budget
+from ...transforms._runs.data import as_arrays
 from ...transforms._runs.history import History, Recorder
 from ...transforms._runs.identity import Identity
 from ...transforms._runs.loop import check_options, iterate, run, skip, total_steps
@@ -22,7 +25,7 @@ from ...transforms._runs.processes import Group
 from ...transforms._runs.run_directory import Resume, RunDirectory
 from .._execution.autotune import Tuning
 from .._execution.forms import State, stacked
-from .._execution.stepper import Stepper
+from .._execution.stepper import Stepper, copied
 from .._members.ensemble import Ensemble, M
 from .._members.sharding import Layout
 from .._members.strategy import Execution, Strategy
@@ -31,6 +34,7 @@ from .._step.member_status import MemberStatus
 from .._step.member_step import MemberStep
 from .._step.optimizer import MemberOptimizer, check_size
 from .._step.state import TrainState, check_state
+from .batches import check_source
 from .early_stopping import EarlyStopping, Restarts, Watch
 from .fit import Callback, Run, check_watched, columns, loss_range, resumed
 from .identity import check_program, identify
@@ -47,7 +51,9 @@ class Trainer:
     Args:
       loss: `loss(model, *batch)` returns a scalar, or a scalar and a dict of arrays to report. `model` is one member,
         an ordinary module. Changes to its state (BatchNorm statistics, dropout keys) are kept.
-      optimizer: an optax factory, such as `optax.adam`, or a ready `GradientTransformation` that all members share.
+      optimizer: an optax factory, such as `optax.adam`, or a ready `GradientTransformation` or `optax.MultiSteps` that
+        all members share. `optax.contrib.sam` works in both modes. With `optax.lookahead` the members hold the fast
+        parameters, and `state.opt_state.slow` the slow ones, in the structure of `ensemble.trainable`.
       hyperparams: arguments of the factory and keyword-only arguments of the loss, by name. A list or 1-D array gives
         one value per member; any other value is shared. For the factory, a list may contain schedules (functions of the
         step). `init` copies the values per member into the state (`state.opt_state.hyperparams`,
@@ -128,7 +134,7 @@ class Trainer:
         check_callable("Trainer", loss, "loss")
         if grad_fn is not None:
             check_callable("Trainer", grad_fn, "grad_fn")
-        check_in_axes("Trainer", in_axes)
+        self._in_axes = check_in_axes("Trainer", in_axes)
         check_choice("Trainer", "strategy", strategy, get_args(Strategy))
         check_count("Trainer", "chunk_size", chunk_size, optional=True)
         budget = check_budget("Trainer", memory_budget, chunk_size)
@@ -150,6 +156,7 @@ class Trainer:
         self._step = MemberStep(member_loss, grad_fn, self._optimizer, nonfinite == "freeze")
         cache = None if tune_cache is None else Path(tune_cache).resolve()
         asked = Execution(strategy, None if chunk_size is None else int(chunk_size))  # checkpoints hold it as JSON
+        self._latest: Callable[[], Any] = lambda: None  # a weak reference to the state that `step` returned last
         self._stepper = Stepper(self._step, self._layout, in_axes, asked, budget, tune_seconds, cache)
 
     def init(self, ensemble: Ensemble[M]) -> TrainState[M]:
@@ -196,24 +203,29 @@ class Trainer:
         Args:
           state: from `init` or an earlier step; it stays usable.
           batch: the arguments of the loss after the model. A tuple or list is unpacked; anything else is one argument.
+            Arrays of other libraries, such as tensors of PyTorch on the CPU, are converted by NumPy.
 
         Returns:
           The new state and the metrics: "loss" of shape (size,), and the values that the loss reports, with the members
           along axis 0. Members that have stopped are still evaluated, but keep their state.
 
         Raises:
-          TypeError: `state` is not a `TrainState`; the loss returns something other than a scalar, or a scalar and a
+          TypeError: `state` is not a `TrainState`; the batch holds something other than numbers, arrays of numbers or
+            None; the loss returns something other than a scalar, or a scalar and a
             dict; `grad_fn(loss)` does not return a pair.
-          ValueError: the batch does not match `in_axes`; the gradients differ from the parameters in structure or
+          ValueError: `state` is from another optimizer (one whose state has the same structure and shapes cannot be
+            distinguished); the batch does not match `in_axes`; the gradients differ from the parameters in structure or
             shape; the loss changes the structure of the model, or the shape or dtype of a variable; the loss reports a
             value under a reserved name, such as "loss" or "step"; with "auto" or `memory_budget`, no execution fits
             into the budget; the mesh has an axis "data", and the batch does not split evenly over it, the loss is not a
             mean over the examples, or the optimizer evaluates the loss again (`optax.lbfgs`).
         """
-        check_state("Trainer.step", state)
+        self._check_state("Trainer.step", state)
         # "stopped" is for `fit`; users read `state.standing`.
-        after, metrics, _ = self._stepper.advance(state, batch)
-        return stacked(after), {name: x for name, x in metrics.items() if name != "stopped"}
+        new, metrics, _ = self._stepper.advance(state, [as_arrays("Trainer.step", "batch", batch)])
+        after = stacked(new)
+        self._latest = weakref.ref(after)
+        return after, {name: x for name, x in metrics.items() if name != "stopped"}
 
     def fit(
         self,
@@ -221,6 +233,7 @@ class Trainer:
         batches: Iterable[Any],
         *,
         steps: int | None = None,
+        steps_per_call: int = 1,
         progress: bool = True,
         checkpoint_dir: Any = None,
         checkpoint_every: int | None = None,
@@ -235,9 +248,14 @@ class Trainer:
 
         Args:
           state: the starting state; it stays usable.
-          batches: an iterable of batches. It is never rewound, and only the batches that are used are taken from it.
+          batches: an iterable of batches: `Batches`, a list, or a data loader. It is never rewound, and only the
+            batches that are used are taken from it.
           steps: the number of further steps; None trains until the batches end. A run that ends earlier warns, unless
-            `early_stopping` ended it.
+            `early_stopping` ended it, and so does a run that takes no step.
+          steps_per_call: the number of steps that one program takes, as a loop over as many batches, which saves time
+            between short steps. Results agree up to rounding. `checkpoint_every` and the `every` of `early_stopping`
+            and `restarts` keep their meaning: the largest number that divides all of them is used. Steps before a
+            multiple of it after a resumption, the last ones, and batches that differ in shape are taken one by one.
           progress: whether to show a bar with the range of the loss over the members and the steps per second.
           checkpoint_dir: a directory for checkpoints (`step_00000100`, ...), created if missing, and locked while the
             run lasts. If it holds a complete checkpoint of this run later than `state`, training resumes from the
@@ -268,29 +286,37 @@ class Trainer:
           interrupts immediately.
 
         Raises:
-          TypeError: as for `step`; `batches` is not iterable; a count is not an int; `early_stopping` or `restarts` has
-            another type; `callbacks` is not a list of functions.
-          ValueError: as for `step`; a count is too small; `checkpoint_every` without `checkpoint_dir`; `restarts`
-            without `nonfinite="freeze"`; `early_stopping.evaluate` does not return one number for each member; the
-            newest checkpoint is of another run (see `resume`), or is later than the last step requested; `batches` has
-            fewer batches than the checkpoint has used; `resume` is unknown, or is given without `checkpoint_dir`.
+          TypeError: as for `step`; `batches` is not iterable, or is a data set (an array, a dict, a tuple of arrays);
+            a count is not an int; `early_stopping` or `restarts` has another type; `callbacks` is not a list of
+            functions.
+          ValueError: as for `step`; `batches` are `Batches` that never end, without `steps` or `early_stopping`, or
+            have `members` though `in_axes` is not 0, or the reverse; a count is too small; `checkpoint_every` without
+            `checkpoint_dir`; `restarts` without `nonfinite="freeze"`; `early_stopping.evaluate` does not return one
+            number for each member; the newest checkpoint is of another run (see `resume`), or is later than the last
+            step requested; `batches` has fewer batches than the checkpoint has used; `resume` is unknown, or is given
+            without `checkpoint_dir`.
           OSError: `checkpoint_dir` cannot be created or written, another run is writing to it, or its disk has no room
             for a checkpoint; raised before the first step.
 
         Cost:
           The state is copied once; after that, each step reuses the memory of the previous state. With
           `checkpoint_dir`, a step is traced once more, and about one second for each GiB of `state` identifies the run.
+          With `steps_per_call`, as many batches are held twice, and up to as many are taken before a stop is noticed.
         """
-        check_state("Trainer.fit", state)
+        self._check_state("Trainer.fit", state)
         check_options("Trainer.fit", steps, checkpoint_dir, checkpoint_every, checkpoint_keep, history_every, resume)
         check_watched(self._stepper, early_stopping, restarts, callbacks)
+        check_count("Trainer.fit", "steps_per_call", steps_per_call)
+        check_source(batches, self._in_axes, state._size, steps is not None or early_stopping is not None)
         source, group, start = iterate("Trainer.fit", batches), Group.of(state), int(state.step)
+        intervals = [x.every for x in (early_stopping, restarts) if x is not None]
+        together = math.gcd(steps_per_call, checkpoint_every or 0, *intervals)
         watch = Watch(early_stopping, restarts, state, progress and group.is_first)
         total, target = total_steps(batches, steps), None if steps is None else start + steps
         directory = RunDirectory.open("Trainer.fit", checkpoint_dir, checkpoint_keep, group, resume, start)
         with directory as store:
             identity = None if store is None else identify(store, state, batches)
-            options = checkpoint_every, history_every, callbacks
+            options = checkpoint_every, history_every, callbacks, together
             return self._fit(state, source, total, target, watch, store, identity, *options)
 
     def _fit(
@@ -305,6 +331,7 @@ class Trainer:
         checkpoint_every: int | None,
         history_every: int,
         callbacks: Sequence[Callback],
+        together: int,
     ) -> tuple[TrainState[M], History]:
         """Resume or begin a run, and train to its end."""
         start, group = watch.start, Group.of(state)
@@ -320,6 +347,9 @@ class Trainer:
                 store.going_on(step, identity.differences)
             if step != target:
                 store.check_room(step, (begin, watch.best, watch.snapshot))
+        # Batches that wait for others are copied, since a data loader may reuse their memory.
+        if together > 1:
+            source = map(copied, map(partial(as_arrays, "Trainer.fit", "batch"), source))
         recorder = Recorder(history_every, recorded)
         steps_of_run = Run(self._stepper, watch, recorder, store, callbacks, execution, step, identity)
         first: State = watch.begin(jax.tree.map(jnp.copy, begin), watched)
@@ -330,7 +360,7 @@ class Trainer:
             step=step,
             target=target,
             record=steps_of_run.record,
-            say=lambda _, reported: loss_range(reported[0]),
+            say=lambda _, report: loss_range(report),
             save=None if store is None else steps_of_run.save,
             checkpoint_every=checkpoint_every,
             # Only the first process shows a bar. With several processes Ctrl-C must not end only one of them: the
@@ -340,9 +370,19 @@ class Trainer:
             done=step - start,
             total=total,
             finished=lambda: watch.finished,
+            together=together,
+            alike=self._stepper.alike,
         )
         last = steps_of_run.finish(state, ended, target, interrupted)
         return last, recorder.rows(columns(self._stepper, begin))
+
+    def _check_state(self, api: str, state: Any) -> None:
+        """Raise if `state` is not a training state, or its optimizer state is from another optimizer."""
+        check_state(api, state)
+        # Comparing hundreds of arrays takes a millisecond, so a state from the previous step is not compared.
+        if self._latest() is not state:
+            trainable, _, opt_state, _ = state._member()
+            self._optimizer.check_state(api, opt_state, trainable)
 
     def explain(self) -> Tuning | None:
         """Print the latest measurements of "auto", and its choice.

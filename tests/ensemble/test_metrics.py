@@ -5,9 +5,9 @@ import pytest
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
-from sklearn.metrics import accuracy_score, log_loss
+from sklearn.metrics import accuracy_score, brier_score_loss, log_loss
 
-from plurax.ensemble import metrics
+from plurax.ensemble import Ensemble, metrics
 
 SCORES = (metrics.accuracy, metrics.nll, metrics.brier, metrics.ece, metrics.adaptive_ece)
 OF_PROBABILITIES = SCORES[1:]
@@ -65,6 +65,52 @@ def test_perfect_and_hopeless_forecasts():
 
 def test_entropy_is_zero_when_certain_and_the_logarithm_when_uniform():
     np.testing.assert_allclose(metrics.entropy(jnp.array([[1.0, 0.0, 0.0], [1 / 3] * 3])), [0, np.log(3)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("lead", [(), (3,)])
+def test_several_labels_for_each_example(lead):
+    """Dense and multi-label predictions against scikit-learn, and every score against the flattened one."""
+    p = jax.nn.softmax(jax.random.normal(jax.random.key(3), (*lead, 6, 2, 5, 4)), axis=-1)
+    labels = np.random.default_rng(0).integers(0, 4, (6, 2, 5))
+    for score in SCORES:
+        np.testing.assert_array_equal(score(p, labels), score(p.reshape(*lead, 60, 4), labels.ravel()))
+        np.testing.assert_allclose(jax.jit(score)(p, jnp.asarray(labels)), score(p, labels), rtol=1e-6)
+    for one, nll, accuracy in zip(
+        p.reshape(-1, 60, 4), np.ravel(metrics.nll(p, labels)), np.ravel(metrics.accuracy(p, labels)), strict=True
+    ):
+        np.testing.assert_allclose(nll, log_loss(labels.ravel(), np.asarray(one), labels=range(4)), rtol=1e-5)
+        np.testing.assert_allclose(accuracy, accuracy_score(labels.ravel(), one.argmax(axis=-1)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(40,), (8, 5)])
+def test_yes_or_no_labels(shape):
+    """Binary and multi-label predictions against scikit-learn; its Brier score has one of our two equal terms."""
+    logits = np.random.default_rng(1).normal(size=(3, *shape)).astype(np.float32)
+    labels = np.random.default_rng(0).integers(0, 2, shape)
+    p = Ensemble.from_apply(lambda v, _: v, list(logits)).predict(0, kind="binary").mean
+    yes = np.asarray(p[..., 1]).ravel()
+    np.testing.assert_allclose(metrics.accuracy(p, labels), accuracy_score(labels.ravel(), yes > 0.5), rtol=1e-6)
+    np.testing.assert_allclose(metrics.nll(p, labels), log_loss(labels.ravel(), yes), rtol=1e-5)
+    np.testing.assert_allclose(metrics.brier(p, labels), 2 * brier_score_loss(labels.ravel(), yes), rtol=1e-5)
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("shape", [(6,), (6, 3)])
+def test_probabilities_without_an_axis_of_classes_are_refused(score, shape):
+    message = (
+        r"probabilities need an axis of classes, but have the shape \(6.*\) of labels; .*jnp.stack\(\[1 - p, p\], ax"
+    )
+    with pytest.raises(ValueError, match=message):
+        score(jnp.full(shape, 0.5), jnp.zeros(shape, int))
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_a_label_out_of_range_among_several_is_named(score):
+    labels = jnp.zeros((6, 2), int).at[4, 1].set(7)
+    with pytest.raises(ValueError, match=r"labels\[4, 1\] is 7"):
+        score(jnp.full((6, 2, 3), 1 / 3), labels)
+    with pytest.raises(ValueError, match=r"labels must have shape \(6, 2\) to match"):
+        score(jnp.full((6, 2, 3), 1 / 3), labels.T)
 
 
 @pytest.mark.parametrize("score", SCORES)

@@ -82,6 +82,12 @@ reveal_type(Ensemble.stack([MLP(nnx.Rngs(i)) for i in range(2)]))  # Ensemble[ML
 reveal_type(Ensemble.create(lambda rngs: nnx.Linear(3, 2, rngs=rngs), 2, seed=0))  # Ensemble[Linear]
 reveal_type(ens[0])  # MLP
 reveal_type(ens[1:])  # Ensemble[MLP]
+reveal_type(ens[[0, 2]])  # Ensemble[MLP]
+reveal_type(ens[[True, False, True, False]])  # Ensemble[MLP]
+reveal_type(ens[np.array([0, 2])])  # Any
+reveal_type(ens[jnp.argmin(jnp.ones(4))])  # Any
+reveal_type(ens[np.argmin(np.ones(4))])  # MLP
+reveal_type(Ensemble.create(MLP, 2, seed=[1, 2]))  # Ensemble[MLP]
 reveal_type(ens.unstack())  # list[MLP]
 reveal_type([member for member in ens])  # list[MLP]
 reveal_type(ens(X))  # Array

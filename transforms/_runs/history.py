@@ -12,6 +12,8 @@ History = list[dict[str, Any]]
 
 # The entry of a record that marks the members with values; no metric has this name.
 _MEMBERS = "members"
+# The kinds of NumPy's own dtypes for booleans and numbers.
+_NATIVE = "biufc"
 
 
 class Recorder:
@@ -35,20 +37,20 @@ class Recorder:
                     self._metrics[record][name] = values
 
     def add(
-        self, step: int, metrics: Mapping[str, Any], members: np.ndarray | None = None, *, always: bool = False
+        self, step: int, metrics: Mapping[str, np.ndarray], members: np.ndarray | None = None, *, always: bool = False
     ) -> bool:
         """Record the metrics of a step if `every` divides it; return whether it was recorded.
 
         Args:
           step: the number of the step.
-          metrics: the metrics of the step; those with one number for each member are recorded.
+          metrics: the metrics of the step, as returned by `recorded`.
           members: for each member whether it has metrics, or None if all have.
           always: whether to record the step in any case.
         """
         if step % self._every and not always:
             return False
         self._steps.append(step)
-        record = {name: numbers(value) for name, value in metrics.items() if is_recorded(value)}
+        record = dict(metrics)
         if members is not None and not members.all():
             record[_MEMBERS] = members
         self._metrics.append(record)
@@ -65,22 +67,28 @@ class Recorder:
 
     def rows(self, about: Mapping[str, Sequence[Any]] | None = None) -> History:
         """Return one dict for each record and member, with the entries of `about` for the member."""
-        about = about or {}
-        return [
-            {"step": step, "member": i, **{name: x[i] for name, x in about.items()}}
-            | {name: x[i].item() for name, x in metrics.items() if name != _MEMBERS}
-            for step, metrics in zip(self._steps, self._metrics, strict=True)
-            for i in range(len(next(iter(metrics.values()), ())))
-            if _MEMBERS not in metrics or metrics[_MEMBERS][i]
-        ]
+        columns = {name: list(values) for name, values in (about or {}).items()}
+        rows: History = []
+        for step, metrics in zip(self._steps, self._metrics, strict=True):
+            named = {name: x.tolist() for name, x in metrics.items() if name != _MEMBERS}
+            names, members = (*columns, *named), metrics.get(_MEMBERS)
+            # `tolist` converts all members at once, several times faster than `item` for each.
+            for i, values in enumerate(zip(*columns.values(), *named.values(), strict=True) if named else ()):
+                if members is None or members[i]:
+                    rows.append({"step": step, "member": i, **dict(zip(names, values, strict=True))})
+        return rows
 
 
-def is_recorded(value: Any) -> bool:
-    """Return whether a metric has one number for each member."""
-    return getattr(value, "ndim", None) == 1 and (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == bool)
+def recorded(metrics: Mapping[str, Any], ndim: int = 1) -> dict[str, np.ndarray]:
+    """Return the metrics with one number for each member, as arrays in native NumPy dtypes, for files.
 
-
-def numbers(value: Any) -> np.ndarray:
-    """Return an array in a native NumPy dtype, for files: bfloat16 and the like become float32, without loss."""
-    array = np.asarray(value)
-    return array if array.dtype.kind in "biufc" else array.astype(np.float32)
+    bfloat16 and the like become float32, without loss. `ndim` is 2 for metrics of several steps.
+    """
+    found = {}
+    for name, value in metrics.items():
+        if getattr(value, "ndim", None) == ndim:
+            if getattr(value.dtype, "kind", "?") in _NATIVE:
+                found[name] = np.asarray(value)
+            elif jnp.issubdtype(value.dtype, jnp.number):
+                found[name] = np.asarray(value).astype(np.float32)
+    return found

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,12 +22,15 @@ State = TypeVar("State")
 # The number of steps that may be queued on the device: enough to hide the host's work between steps, but few, since
 # each keeps its batch and metrics in memory until it is done.
 _AHEAD = 2
+# Waiting for a step takes some 30 us, and so is done for several short steps at once: for at most this many, which take
+# about this many seconds.
+_TOGETHER, _SECONDS = 16, 2e-3
 
 
 def run(
     state: State,
     source: Iterator[Any],
-    advance: Callable[[State, Any], tuple[State, Any]],
+    advance: Callable[[State, list[Any]], tuple[State, Any]],
     *,
     step: int,
     target: int | None,
@@ -38,17 +43,20 @@ def run(
     done: int,
     total: int | None,
     finished: Callable[[], bool] = lambda: False,
+    together: int = 1,
+    alike: Callable[[list[Any]], bool] = lambda _: True,
 ) -> tuple[State, int, bool]:
     """Take steps until the target, the end of the batches or Ctrl-C.
 
     Args:
       state: the initial state; anything that `advance` accepts.
       source: the batches. A batch is taken only when it is used.
-      advance: one step: a function from a state and a batch to the next state and the metrics. The state passed to it
-        is not used again.
+      advance: takes a step for each batch of a list: a function from a state and the batches to the next state and the
+        metrics. The state passed to it is not used again.
       step: the number of steps that `state` has taken.
       target: the number of steps of the last state; None to use all batches.
-      record: receives the number and the metrics of each step, once they are computed and before its state is saved.
+      record: receives the number of the last step and the metrics of each call of `advance`, once they are computed and
+        before its state is saved.
       say: returns the text that the bar shows after a step, from its number and metrics.
       save: writes a checkpoint of a state; None for no checkpoints.
       checkpoint_every: steps between checkpoints; None for one at the end only. There is always one at the end.
@@ -57,14 +65,19 @@ def run(
       done: the number of steps of the bar that were taken before.
       total: the total number of steps of the bar, if known.
       finished: called before each step; returns whether to stop.
+      together: the number of batches for a call of `advance`; it divides `checkpoint_every`. Only calls from a multiple
+        of this many steps on get as many, all others a single one, so that a resumed run repeats the calls.
+      alike: returns whether `advance` can take these batches together.
 
     Returns:
       The last state, its number of steps, and whether Ctrl-C ended the loop.
     """
     from tqdm import tqdm  # imported here, since importing the library should load only JAX
 
-    saved = step
-    waiting: deque[tuple[int, Any]] = deque()
+    saved, shown = step, -math.inf
+    waiting: deque[tuple[int, Any, int]] = deque()
+    last: tuple[int, Any, int] | None = None
+    pending: list[Any] = []
     with (
         _on_interrupt(interruptible) as interrupt,
         tqdm(total=total, initial=done, unit="step", disable=not progress, dynamic_ncols=True) as bar,
@@ -73,32 +86,45 @@ def run(
         # busy while the host records and prepares the next batch.
         def settle(leave: int) -> None:
             """Wait for the oldest steps until only `leave` are queued, and record them."""
+            nonlocal last, shown
             while len(waiting) > leave:
-                settled, metrics = waiting.popleft()
-                jax.block_until_ready(metrics)
-                record(settled, metrics)
-                bar.set_postfix_str(say(settled, metrics), refresh=False)
-                bar.update()
+                last = waiting.popleft()
+                jax.block_until_ready(last[1])
+                record(*last[:2])
+                # The bar is not drawn more often than this, and its text may take longer than a step.
+                if progress and time.monotonic() - shown >= bar.mininterval:
+                    shown = time.monotonic()
+                    bar.set_postfix_str(say(*last[:2]), refresh=False)
+                bar.update(last[2])
 
+        ahead, now = _AHEAD, time.monotonic()
         while step != target and not interrupt.requested and not finished():
+            count = 1 if step % together or (target is not None and step + together > target) else together
             try:
-                batch = next(source)
-            except StopIteration:
-                break
+                pending.extend(islice(source, count - len(pending)) if len(pending) < count else ())
             except KeyboardInterrupt:  # raised while a batch was made, if our handler is not installed
                 if interrupt.requested or not interruptible:
                     raise
                 interrupt.requested = True
                 break
-            state, metrics = advance(state, batch)
-            step += 1
-            waiting.append((step, metrics))
-            settle(_AHEAD)
+            if not pending:
+                break
+            count = count if len(pending) == count and alike(pending) else 1
+            state, metrics = advance(state, pending[:count])
+            pending, step = pending[count:], step + count
+            waiting.append((step, metrics, count))
+            if len(waiting) > ahead:
+                calls = len(waiting) - _AHEAD
+                settle(_AHEAD)
+                before, now = now, time.monotonic()
+                ahead = _AHEAD + min(_TOGETHER, int(_SECONDS * calls / max(now - before, 1e-9)))
             if save is not None and checkpoint_every is not None and step % checkpoint_every == 0:
                 settle(0)
                 save(state)
                 saved = step
         settle(0)
+        if progress and last is not None:
+            bar.set_postfix_str(say(*last[:2]), refresh=False)
         if save is not None and saved != step:
             save(state)
         if interrupt.requested and progress:

@@ -24,6 +24,7 @@ WAYS = {
     "0": ("Stateful", 0),
     "12": ("Stateful", 12),
     "int64": ("Stateful", np.int64(3)),
+    "seeds": ("Stateful", [7, 0, 7]),
     "threefry2x32": ("Plain", "threefry2x32"),
     "rbg": ("Plain", "rbg"),
 }
@@ -39,10 +40,11 @@ def assert_to_an_ulp(a, b):
 
 
 def created(make, seed):
-    key = jax.random.key(5, impl=seed) if isinstance(seed, str) else jax.random.key(seed)
-    ens = Ensemble.create(make, 3, seed=key if isinstance(seed, str) else seed)
+    seed = jax.random.key(5, impl=seed) if isinstance(seed, str) else seed
+    ens = Ensemble.create(make, 3, seed=seed)
+    key = jax.random.key(seed) if isinstance(seed, (int, np.integer)) else seed
     for i in range(3):
-        alone = make(nnx.Rngs(jax.random.fold_in(key, i)))
+        alone = make(nnx.Rngs(key[i] if isinstance(key, list) else jax.random.fold_in(key, i)))
         for a, b in zip(leaves(ens[i]), leaves(alone), strict=True):
             assert_to_an_ulp(a, b)
 

@@ -2,12 +2,13 @@ import copy
 import pickle
 from functools import partial
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 from plurax.ensemble import Ensemble, Trainer, load, load_member, save, select, soup
 from plurax.ensemble._members import call
@@ -108,6 +109,73 @@ def test_indexing(ens, assert_same):
     assert [len(part) for part in (ens[1:], ens[:1], ens[::2], ens[::-1])] == [2, 1, 2, 3]
     assert_same(ens[::-1][0], members[2])
     assert isinstance(ens[1:2], Ensemble)
+
+
+@pytest.mark.parametrize("kind", [list, np.array, jnp.array])
+@pytest.mark.parametrize(
+    ("index", "chosen"),
+    [
+        ([0, 2], [0, 2]),
+        ([-1, 1, -3], [2, 1, 0]),
+        ([1, 1], [1, 1]),
+        ([2], [2]),
+        ([True, False, True], [0, 2]),
+        ([False, True, False], [1]),
+        ([True] * 3, [0, 1, 2]),
+    ],
+)
+def test_indexing_with_several_indices_or_a_mask(ens, assert_same, kind, index, chosen):
+    part = ens[kind(index)]
+    assert_same(part, Ensemble.stack([ens[i] for i in chosen]))
+    assert_same(part, select(ens, kind(index)))
+
+
+def test_a_mask_selects_training_states(ens, assert_same):
+    state = Trainer(lambda model, x: jnp.mean(model(x) ** 2), optax.adam(0.1)).init(ens)
+    assert_same(select(state, np.array([False, True, True])), select(state, [1, 2]))
+
+
+def test_traced_indices_select_members(ens, assert_same):
+    assert_same(jax.jit(lambda ens, i: ens[i])(ens, jnp.array([2, 0])), ens[[2, 0]])
+    with pytest.raises(TypeError, match="Ensemble: a traced mask selects an unknown number of members"):
+        jax.jit(lambda ens, mask: ens[mask])(ens, jnp.array([True, False, True]))
+
+
+@pytest.mark.parametrize(
+    ("index", "error", "message"),
+    [
+        ([], ValueError, "Ensemble: indices are empty"),
+        ([False] * 3, ValueError, "the mask selects none of the 3 members"),
+        ([True, False], IndexError, "a mask needs one entry for each of the 3 members, but it has 2"),
+        (np.ones(4, bool), IndexError, "a mask needs one entry for each of the 3 members, but it has 4"),
+        ([0, 3], IndexError, "member 3 is out of range for an ensemble of 3"),
+        ([0, -4], IndexError, "member -4 is out of range"),
+        ([True, 2], TypeError, "all integers or all booleans"),
+        ([np.True_, 0, 1], TypeError, "all integers or all booleans"),
+        ([jnp.array(True), 0, 1], TypeError, "all integers or all booleans"),
+        ([0.0, 1.0], TypeError, "integers or a mask of booleans"),
+        (["0"], TypeError, "integers or a mask of booleans"),
+        (np.array([[0, 1]]), ValueError, r"must have shape \(count,\), but got \(1, 2\)"),
+        ((0, 1), TypeError, "index of a member must be an int"),
+    ],
+)
+def test_several_indices_that_do_not_fit_are_refused(ens, index, error, message):
+    with pytest.raises(error, match=message):
+        ens[index]
+    if not isinstance(index, tuple):
+        with pytest.raises(error, match=message.replace("Ensemble:", "select:")):
+            select(ens, index)
+
+
+@pytest.mark.parametrize(
+    "seed", [[4, 2, 4], (4, 2, 4), np.array([4, 2, 4]), [4, jax.random.key(2), np.int64(4)]], ids=str
+)
+def test_a_list_of_seeds_gives_each_member_its_own(plain, assert_same, seed):
+    ens = Ensemble.create(plain, 3, seed=seed)
+    keys = jnp.stack([jax.random.key(i) for i in (4, 2, 4)])
+    assert_same(ens, Ensemble.create(plain, 3, seed=keys))
+    for member, i in zip(ens, (4, 2, 4), strict=True):
+        assert_same(member, plain(nnx.Rngs(i)), 1e-6)
 
 
 def test_an_extracted_member_is_independent(ens):
@@ -592,16 +660,66 @@ class Test_refusals:
         with pytest.raises(error, match="size must be"):
             Ensemble.create(plain, size, seed=0)
 
-    @pytest.mark.parametrize("seed", [1.5, None, "a", True, jnp.ones(2), jax.random.split(jax.random.key(0), 3)])
+    @pytest.mark.parametrize(
+        "seed", [1.5, None, "a", True, jnp.ones(2), jnp.arange(2), [0, True], [0, 1.5], [[0], [1]]]
+    )
     def test_an_invalid_seed(self, plain, seed):
-        with pytest.raises(TypeError, match="seed must be an int, a key such as .*, or 2 keys, but got"):
+        message = "seed must be an int, a key such as .*, or a list of 2 ints or keys, but got"
+        with pytest.raises(TypeError, match=message):
+            Ensemble.create(plain, 2, seed=seed)
+
+    @pytest.mark.parametrize(
+        "seed",
+        [
+            jax.random.PRNGKey(0),
+            [jax.random.PRNGKey(0)] * 2,
+            np.ones((2, 2), int),
+            [jax.random.key(0), jax.random.key(0, impl="rbg")],
+            jax.random.split(jax.random.key(0), (2, 1)),
+        ],
+        ids=["old key", "old keys", "2-d", "two kinds", "2-d keys"],
+    )
+    def test_seeds_that_could_be_misread(self, plain, seed):
+        with pytest.raises(TypeError, match="seed must be an int"):
+            Ensemble.create(plain, 2, seed=seed)
+
+    @pytest.mark.parametrize("seed", [[1, 2, 3], [1], [], np.arange(3), jax.random.split(jax.random.key(0), 3)])
+    def test_another_number_of_seeds(self, plain, seed):
+        with pytest.raises(ValueError, match=rf"seed has {len(seed)} entries for 2 members; pass one for each"):
             Ensemble.create(plain, 2, seed=seed)
 
     def test_make_without_a_model(self):
         with pytest.raises(TypeError, match="make must be a function"):
             Ensemble.create(3, 2, seed=0)
-        with pytest.raises(TypeError, match="make must return a model"):
+        with pytest.raises(TypeError, match="make must return an NNX module, but .*; for models of Linen"):
             Ensemble.create(lambda rngs: rngs.params(), 2, seed=0)
+
+    def test_a_model_instead_of_a_function(self, plain, ens):
+        of_ours = r"; pass a function, or use Ensemble.stack for models that exist\.$"
+        others = r"; for models of Linen or Equinox, and for functions, use Ensemble.from_apply\(apply, variables\)\.$"
+        for model, name, remedy in (
+            (plain(nnx.Rngs(0)), "Plain", of_ours),
+            (ens, "Ensemble", of_ours),
+            (ens[0], "Plain", of_ours),
+            (linen.Dense(3), "Dense", others),
+            (eqx.nn.Linear(2, 3, key=jax.random.key(0)), "Linear", others),
+        ):
+            message = rf"^Ensemble.create: make must be a function of nnx.Rngs .*, but got a model, {name}{remedy}"
+            with pytest.raises(TypeError, match=message):
+                Ensemble.create(model, 2, seed=0)
+        for make in (lambda rngs: linen.Dense(3), lambda rngs: eqx.nn.Linear(2, 3, key=rngs())):
+            with pytest.raises(TypeError, match="make must return an NNX module, .* use Ensemble.from_apply"):
+                Ensemble.create(make, 2, seed=0)
+
+    def test_callable_objects_are_functions(self, plain, leaves):
+        class Factory:
+            def __call__(self, rngs):
+                return plain(rngs)
+
+        expected = leaves(Ensemble.create(plain, 2, seed=0))
+        for make in (Factory(), Factory().__call__, partial(plain, width=5), jax.tree_util.Partial(plain)):
+            for x, y in zip(leaves(Ensemble.create(make, 2, seed=0)), expected, strict=True):
+                np.testing.assert_array_equal(x, y)
 
     def test_an_index_out_of_range_or_of_another_kind(self, ens):
         with pytest.raises(IndexError, match="member 3 is out of range for an ensemble of 3"):
@@ -610,7 +728,7 @@ class Test_refusals:
             ens[-4]
         with pytest.raises(IndexError, match="selects none of the 3 members"):
             ens[3:]
-        for index in (1.0, True, [0, 1]):
+        for index in (1.0, True, np.True_):
             with pytest.raises(TypeError, match="index of a member must be an int"):
                 ens[index]
 

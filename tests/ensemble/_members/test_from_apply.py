@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax.core import FrozenDict, freeze
 
 from plurax.ensemble import Ensemble, Trainer, load_member, save
 from plurax.transforms import grad, vmap
@@ -82,6 +83,80 @@ def test_linen_trains_as_alone_and_its_statistics_are_updated(linen, make_batche
             updates, opt_state = optimizer.update(gradient, opt_state)
             params = optax.apply_updates(params, updates)
         assert_same(state.ensemble[i].variables, {"params": params, "batch_stats": stats}, 1e-5)
+
+
+class Dropping(nn.Module):
+    rate: float = 0.4
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.Dense(6, use_bias=False)(x)
+        x = nn.relu(nn.BatchNorm(use_running_average=not train)(x))
+        return nn.Dense(3)(nn.Dropout(self.rate, deterministic=not train)(x))
+
+
+DROPPING = Dropping()
+
+
+def with_keys(i):
+    return {**DROPPING.init(jax.random.key(i), X), "rngs": {"dropout": jax.random.key(9 + i), "count": jnp.uint32(0)}}
+
+
+def updating(model, x, y):
+    logits = model.call_and_update(x, train=True)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+
+@pytest.mark.parametrize("strategy", ["vmap", "map", "loop"])
+def test_linen_statistics_and_dropout_are_carried_along(make_batches, assert_same, strategy):
+    members, batches = [with_keys(i) for i in range(2)], make_batches(4)
+    trainer = Trainer(updating, optax.sgd(0.1), strategy=strategy)
+    state, _ = trainer.fit(trainer.init(Ensemble.from_apply(DROPPING.apply, members)), batches, progress=False)
+
+    for i, variables in enumerate(members):
+        params, stats, key = variables["params"], variables["batch_stats"], variables["rngs"]["dropout"]
+        for step, (x, y) in enumerate(batches):
+
+            def alone(params, stats, step=step, key=key, x=x, y=y):
+                options = {"mutable": ["batch_stats"], "rngs": {"dropout": jax.random.fold_in(key, step)}}
+                logits, updates = DROPPING.apply({"params": params, "batch_stats": stats}, x, True, **options)
+                value = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+                return value, updates["batch_stats"]
+
+            gradient, stats = jax.grad(alone, has_aux=True)(params, stats)
+            params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient)
+        expected = {"params": params, "batch_stats": stats, "rngs": {"dropout": key, "count": jnp.uint32(4)}}
+        assert_same(state.ensemble[i].variables, expected, 1e-5)
+
+
+def test_calls_that_update_keep_the_kind_of_the_variables_and_leave_out_what_is_missing(linen, assert_same):
+    only = Ensemble.from_apply(nn.Dense(3).apply, [nn.Dense(3).init(jax.random.key(0), X)])[0]
+    before = only.variables
+    assert_same(only.call_and_update(X), only(X))
+    assert_same(only.variables, before)
+    frozen = Ensemble.from_apply(NORMED.apply, [freeze(variables) for variables in linen])
+    member = frozen[0]
+    member.call_and_update(X, train=True)
+    assert isinstance(member.variables, FrozenDict)
+    assert not np.allclose(member.variables["batch_stats"]["BatchNorm_0"]["mean"], 0)
+    trainer = Trainer(updating, optax.sgd(0.1))
+    trainer.step(trainer.init(frozen), (X, np.zeros(2, int)))
+
+
+def test_a_call_that_updates_an_ensemble_is_refused():
+    ens = Ensemble.from_apply(DROPPING.apply, [with_keys(0)])
+    with pytest.raises(ValueError, match=r"changes the state of FunctionalModel \(`.*`\)"):
+        vmap(lambda model, x: model.call_and_update(x, train=True), (0, None))(ens, X)
+
+
+def test_calls_that_update_are_refused_without_their_collections():
+    with pytest.raises(TypeError, match='call_and_update: needs Linen variables with "params", but got a ArrayImpl'):
+        Ensemble.from_apply(jnp.multiply, [jnp.ones(2)])[0].call_and_update(1.0)
+    for count in ({}, {"count": 0}, {"count": jnp.zeros(())}):
+        rngs = {"dropout": jax.random.key(0), **count}
+        member = Ensemble.from_apply(DROPPING.apply, [{**with_keys(0), "rngs": rngs}])[0]
+        with pytest.raises(ValueError, match=r'call_and_update: "count" in the collection "rngs" is .*; pass'):
+            member.call_and_update(X, train=True)
 
 
 def test_equinox_modules_with_functions_among_their_leaves(equinox):

@@ -20,11 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from plurax.ensemble import EarlyStopping, Ensemble, Restarts, Trainer, load, save
+from plurax.ensemble import EarlyStopping, Ensemble, Restarts, Trainer, load, save, soup
 from plurax.ensemble._execution.data_parallel import differs
 from plurax.ensemble._execution.executor import StepInputs
 from plurax.transforms import vmap
@@ -197,7 +198,7 @@ def held_by_each() -> None:
         assert [shard.data.shape[0] for shard in leaf.addressable_shards] == [2, 2, 2, 2]
     # Six members do not divide over four devices: in a run each device has two with padding, after it all six.
     trainer = Trainer(cross_entropy, optax.adam(0.1), mesh=mesh_of(4))
-    in_run, _, _ = trainer._stepper.advance(trainer.init(created(CNN)), (IMAGES, LABELS), donate=True)
+    in_run, _, _ = trainer._stepper.advance(trainer.init(created(CNN)), [(IMAGES, LABELS)], donate=True)
     assert {len(shard.data) for leaf in jax.tree.leaves(in_run.arrays) for shard in leaf.addressable_shards} == {2}
     after = trainer.step(trainer.init(created(CNN)), (IMAGES, LABELS))[0]
     assert {len(shard.data) for leaf in jax.tree.leaves(after.ensemble) for shard in leaf.addressable_shards} == {6}
@@ -266,6 +267,18 @@ def padded() -> None:
     assert_close(states[1], states[0])
 
 
+def several_steps_in_a_call() -> None:
+    """On members with padding, and on parts of a batch: the same as single steps."""
+    for size, mesh in ((5, mesh_of(4)), (4, mesh_of(2, 2))):
+        trainer = Trainer(square, optax.adam(0.1), strategy="vmap", mesh=mesh)
+        batches = [(ROWS * i, TARGETS) for i in range(1, 8)]
+        expected, rows = trainer.fit(trainer.init(created(linear, size)), batches, progress=False)
+        found, again = trainer.fit(trainer.init(created(linear, size)), batches, steps_per_call=3, progress=False)
+        assert_close(found, expected, 1e-4)
+        assert [row["step"] for row in again] == [row["step"] for row in rows]
+        assert_close(np.array([row["loss"] for row in again]), np.array([row["loss"] for row in rows]), 1e-4)
+
+
 def calls() -> None:
     """Negative axes, and arrays on one device."""
     whole = created(linear, 4)
@@ -278,6 +291,59 @@ def calls() -> None:
     divided = jax.device_put(inputs.swapaxes(0, 1), NamedSharding(explicit, P("rows")))
     for ensemble in (whole, spread):
         assert_close(ensemble(divided, in_axes=0), whole(inputs, in_axes=1))
+
+
+def members_that_leave_a_mesh() -> None:
+    """A member, a part and the average meet inputs on other devices and on other meshes, also within `set_mesh`."""
+    single, whole = jax.devices()[2], Ensemble.create(DROPPING, 4, seed=0).view(deterministic=True)
+    for mesh in (mesh_of(2, 4), mesh_of(1, 8), mesh_of(4)):
+        made = Ensemble.create(DROPPING, 4, seed=0, mesh=mesh)
+        trained = Trainer(square, optax.sgd(0.1), mesh=mesh).init(whole).ensemble
+        axis = "data" if "data" in mesh.axis_names else "ensemble"
+        places: Any = (None, single, NamedSharding(mesh, P(axis)), NamedSharding(jax.make_mesh((8,), ("x",)), P("x")))
+        for spread, place in (
+            (spread, place) for spread in (made.view(deterministic=True), trained) for place in places
+        ):
+            x = ROWS if place is None else jax.device_put(ROWS, place)
+            eager = nnx.view(spread[1], use_running_average=True)
+            assert_close(eager(x), nnx.view(whole[1], use_running_average=True)(ROWS), 1e-5)
+            for part in (slice(3), [2, 0, 1], [True, False, True, False]):
+                assert_close(spread[part].predict(x, kind="regression"), whole[part].predict(ROWS, kind="regression"))
+            assert_close(
+                nnx.view(soup(spread), use_running_average=True)(x),
+                nnx.view(soup(whole), use_running_average=True)(ROWS),
+                1e-5,
+            )
+        assert_close(made[3], Ensemble.create(DROPPING, 4, seed=0)[3])
+        with jax.set_mesh(mesh):
+            leaves = jax.tree.leaves((made[1], made[:3], made[[0, 1]], made.unstack()[2], soup(made)))
+            result = nnx.view(trained[1], use_running_average=True)(ROWS)
+        assert leaves
+        assert_close(result, nnx.view(whole[1], use_running_average=True)(ROWS), 1e-5)
+    with jax.enable_x64(True):
+        wide = Ensemble.from_apply(lambda w, x: w * x, [jnp.full(3, 1 / 3)] * 4)
+        wide = Trainer(lambda m, x: m(x).sum(), optax.sgd(0.1), mesh=mesh_of(4)).init(wide).ensemble
+    assert wide[2].variables.dtype == np.float64
+    assert float(wide[2].variables[0]) == 1 / 3
+
+
+def dropout_of_linen_on_a_data_axis() -> None:
+    """Each part of the batch draws its own mask, and all parts keep one key and one count."""
+    net = nn.Dropout(0.5, deterministic=False)
+    rngs = {"dropout": jax.random.key(3), "count": jnp.uint32(0)}
+    members = Ensemble.from_apply(net.apply, [{"params": {"w": jnp.ones(2)}, "rngs": rngs}] * 2)
+
+    def loss(model: Any, x: jax.Array) -> Any:
+        return jnp.mean(x * model.variables["params"]["w"]), {"kept": model.call_and_update(jnp.ones(99)).mean()}
+
+    trainer = Trainer(loss, optax.sgd(0.1), mesh=mesh_of(2, 2))
+    state = trainer.init(members)
+    for step in range(2):
+        state, metrics = trainer.step(state, ROWS[:, :2])
+        keys = [jax.random.fold_in(jax.random.fold_in(rngs["dropout"], part), step) for part in range(2)]
+        kept = [net.apply({}, jnp.ones(99), rngs={"dropout": key}).mean() for key in keys]
+        np.testing.assert_allclose(metrics["kept"], [np.mean(kept)] * 2, rtol=1e-5)
+    assert_close(state.ensemble[1].variables["rngs"], {**rngs, "count": jnp.uint32(2)})
 
 
 def a_data_axis_of_one() -> None:
@@ -450,7 +516,10 @@ WAYS = (
     random_numbers,
     keys_in_the_batch,
     padded,
+    several_steps_in_a_call,
     calls,
+    members_that_leave_a_mesh,
+    dropout_of_linen_on_a_data_axis,
     a_data_axis_of_one,
     refusals,
     other_meshes,

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from plurax.ensemble import Ensemble, Prediction
+from plurax.ensemble import Ensemble, Prediction, metrics
+from plurax.ensemble.calibration import fit_temperature
 
 
 def constant(values):
@@ -31,6 +32,101 @@ def test_classification_is_the_mean_of_probabilities(logits):
     np.testing.assert_allclose(prediction.variance, probabilities.var(axis=0), rtol=1e-4, atol=1e-7)
     np.testing.assert_allclose(prediction.entropy, total, rtol=1e-5)
     np.testing.assert_allclose(prediction.mutual_information, total - within, rtol=1e-4, atol=1e-6)
+
+
+def divided(logits, temperature):
+    """The probabilities of logits divided by one temperature, or by one per member, in NumPy."""
+    z = np.asarray(logits, np.float64) / np.reshape(temperature, (-1, *[1] * (np.ndim(logits) - 1)))
+    p = np.exp(z - z.max(axis=-1, keepdims=True))
+    return p / p.sum(axis=-1, keepdims=True)
+
+
+def entropy(p):
+    return -(p * np.log(p)).sum(axis=-1)
+
+
+def assert_mixture_of(prediction, members, tolerance=1e-5):
+    mean = members.mean(axis=0)
+    np.testing.assert_allclose(prediction.members, members, rtol=tolerance, atol=1e-6)
+    np.testing.assert_allclose(prediction.mean, mean, rtol=tolerance, atol=1e-6)
+    np.testing.assert_allclose(prediction.variance, members.var(axis=0), rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(prediction.entropy, entropy(mean), rtol=tolerance, atol=1e-6)
+    within = entropy(mean) - entropy(members).mean(axis=0)
+    np.testing.assert_allclose(prediction.mutual_information, within, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "temperature", [2.5, 3, np.float64(0.7), jnp.array(1.7), [0.5, 1.0, 2.0, 4.0], jnp.array([1, 2, 3, 4])], ids=str
+)
+def test_a_temperature_divides_the_logits(logits, temperature):
+    prediction = constant(logits).predict(0, temperature=temperature)
+    assert_mixture_of(prediction, divided(logits, temperature))
+    assert prediction.mean.dtype == jnp.float32
+    traced = jax.jit(lambda t: constant(logits).predict(0, temperature=t))(jnp.asarray(temperature))
+    np.testing.assert_allclose(traced.mean, prediction.mean, rtol=1e-6)
+
+
+def test_a_fitted_temperature_calibrates_what_it_was_fitted_for():
+    logits = 4 * jax.random.normal(jax.random.key(0), (4, 60, 3))
+    labels = jnp.where(jnp.arange(60) % 3 > 0, logits.sum(axis=0).argmax(axis=-1), jnp.arange(60) % 2)
+    ens = constant(logits)
+    shared = float(fit_temperature(logits, labels, pooled=True))
+    each = fit_temperature(logits, labels)
+    loss = lambda t: float(metrics.nll(ens.predict(0, temperature=t).mean, labels))
+    assert loss(shared) < min(loss(shared * 1.1), loss(shared / 1.1), loss(None))
+    losses = lambda t: np.asarray(metrics.nll(ens.predict(0, temperature=t).members, labels))
+    assert (losses(each) <= np.minimum(losses(each * 1.1), losses(each / 1.1))).all()
+
+
+def test_a_tiny_temperature_gives_the_most_probable_class():
+    prediction = constant(jnp.array([[[1e30, 2e30, 0.0]]])).predict(0, temperature=1e-20)
+    np.testing.assert_array_equal(prediction.mean, [[0, 1, 0]])
+
+
+def test_half_precision_with_a_temperature(logits):
+    prediction = constant(logits.astype(jnp.bfloat16)).predict(0, temperature=1.5)
+    assert prediction.mean.dtype == jnp.float32
+    assert_mixture_of(prediction, divided(logits.astype(jnp.bfloat16), 1.5))
+
+
+@pytest.mark.parametrize(
+    ("temperature", "error", "message"),
+    [(x, ValueError, "positive and finite, but got") for x in (0, -1.0, np.nan, np.inf, [1.0, 2, 0, 1])]
+    + [(x, TypeError, "a real number, but got") for x in (True, "1", 1j)]
+    + [([1.0, 2.0], ValueError, r"one number, or one for each of the 4 members, but got shape \(2,\)")]
+    + [(jnp.ones((4, 1)), ValueError, r"one number, or one for each of the 4 members, but got shape \(4, 1\)")],
+)
+def test_temperatures_that_are_refused(logits, temperature, error, message):
+    with pytest.raises(error, match=f"Ensemble.predict: temperature must be {message}"):
+        constant(logits).predict(0, temperature=temperature)
+
+
+def test_a_traced_temperature_that_is_not_positive_gives_nan(logits):
+    mean = jax.jit(lambda t: constant(logits).predict(0, temperature=t).members)(jnp.array([1.0, -1, 0, jnp.inf]))
+    assert jnp.isnan(mean).all(axis=(1, 2)).tolist() == [False, True, True, True]
+
+
+def test_a_temperature_has_no_meaning_for_values(logits):
+    with pytest.raises(ValueError, match="temperature divides logits, but kind='regression' has none"):
+        constant(logits).predict(0, kind="regression", temperature=1.0)
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (4, 5, 1), (4, 5, 3), (4, 2, 5, 3)])
+@pytest.mark.parametrize("temperature", [None, 1.7, [0.5, 1.0, 2.0, 4.0]])
+def test_binary_logits_are_those_of_a_sigmoid(shape, temperature):
+    logits = 3 * jax.random.normal(jax.random.key(1), shape)
+    prediction = constant(logits).predict(0, kind="binary", temperature=temperature)
+    scale = np.reshape(1.0 if temperature is None else temperature, (-1, *[1] * (len(shape) - 1)))
+    yes = 1 / (1 + np.exp(-np.asarray(logits, np.float64) / scale))
+    assert_mixture_of(prediction, np.stack([1 - yes, yes], axis=-1))
+
+
+@pytest.mark.parametrize("temperature", [None, [0.5, 1.0, 2.0, 4.0]])
+def test_every_pixel_may_have_a_class(temperature):
+    logits = jax.random.normal(jax.random.key(1), (4, 5, 2, 3, 6))
+    prediction = constant(logits).predict(0, temperature=temperature)
+    assert_mixture_of(prediction, divided(logits, temperature or 1.0))
+    assert prediction.entropy.shape == (5, 2, 3)
 
 
 def test_members_that_agree_have_no_mutual_information(logits):
@@ -102,14 +198,18 @@ def test_it_works_under_jit(logits):
 
 
 def test_it_refuses_an_unknown_kind(logits):
-    with pytest.raises(ValueError, match="kind must be one of 'classification', 'regression', but got 'ranking'"):
+    with pytest.raises(
+        ValueError, match="kind must be one of 'classification', 'binary', 'regression', but got 'ranking'"
+    ):
         constant(logits).predict(0, kind="ranking")
 
 
 def test_it_refuses_outputs_that_are_not_logits(logits):
-    with pytest.raises(ValueError, match=r"must return logits of shape \(batch, classes\).*\(4, 5\)"):
+    with pytest.raises(
+        ValueError, match=r"must return logits of shape \(batch, ..., classes\).*\(4, 5\); .*kind='binary\'"
+    ):
         constant(logits[..., 0]).predict(0)
-    with pytest.raises(ValueError, match="for values use kind='regression'"):
+    with pytest.raises(ValueError, match="for values kind='regression'"):
         constant(zip(logits, logits, strict=True)).predict(0)
 
 

@@ -174,7 +174,7 @@ def test_a_run_ends_when_no_member_trains(every, options, tmp_path):
     options |= {"checkpoint_dir": tmp_path, "checkpoint_every": every} if every else {}
     with (
         pytest.warns(UserWarning, match="members 0, 1 stopped at step 3"),
-        pytest.warns(UserWarning, match="all members have stopped after step 3, 19 steps before the 22 asked"),
+        pytest.warns(UserWarning, match="all members have stopped after step 3, 19 steps before the 22 requested"),
     ):
         state, history = trainer.fit(start, batches, steps=22, **options)
     assert int(state.step) == 3
@@ -182,7 +182,7 @@ def test_a_run_ends_when_no_member_trains(every, options, tmp_path):
     assert [row["step"] for row in history] == [1, 1, 2, 2, 3, 3]
     if every:
         assert max(path.name for path in tmp_path.iterdir()) == "step_00000003"
-        with pytest.warns(UserWarning, match="all members have stopped after step 3, 19 steps before the 22 asked"):
+        with pytest.warns(UserWarning, match="all members have stopped after step 3, 19 steps before the 22 requested"):
             again, rows = trainer.fit(start, batches, steps=22, **options)
         assert int(again.step) == 3
         np.testing.assert_equal(rows, history)

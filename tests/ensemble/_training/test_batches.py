@@ -1,5 +1,9 @@
 """Batches drawn by a key from one copy of the data."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,10 +11,36 @@ import optax
 import pytest
 from flax import nnx
 
-from plurax.ensemble import Batches, Ensemble, Trainer
+from plurax.ensemble import Batches, EarlyStopping, Ensemble, Trainer
+from plurax.ensemble._training import batches as batches_module
+
+
+class LikeATensor:
+    """An array of another library, with what tensors of PyTorch have in common with arrays."""
+
+    def __init__(self, array):
+        self._array = np.asarray(array)
+
+    @property
+    def shape(self):
+        return self._array.shape
+
+    @property
+    def dtype(self):
+        return f"torch.{self._array.dtype}"
+
+    def __len__(self):
+        return len(self._array)
+
+    def __getitem__(self, index):
+        return LikeATensor(self._array[index])
+
+    def __array__(self, dtype=None, copy=None):
+        return self._array.astype(dtype or self._array.dtype)
+
 
 KEY = jax.random.key(7)
-DATA = {"x": np.arange(46.0, dtype=np.float32).reshape(23, 2), "y": np.arange(23)}
+DATA: dict[str, np.ndarray] = {"x": np.arange(46.0, dtype=np.float32).reshape(23, 2), "y": np.arange(23)}
 
 
 def test_shared_epochs_show_each_example_once():
@@ -26,6 +56,72 @@ def test_shared_epochs_show_each_example_once():
     np.testing.assert_array_equal(found[3]["x"][:, 0], 2 * found[3]["y"])
     for one, again in zip(found, batches, strict=True):  # from the start
         np.testing.assert_array_equal(one["y"], again["y"])
+
+
+def mapped(path, x):
+    np.save(path, x)
+    return np.load(path, mmap_mode="r")
+
+
+@pytest.mark.parametrize("options", [{}, {"members": 3}, {"members": 2, "draw": "bootstrap"}], ids=str)
+def test_memory_mapped_arrays_give_the_same_batches(tmp_path, assert_same, options):
+    wide = np.arange(23.0 * 6).reshape(23, 2, 3)  # float64, which becomes float32
+    data = {**DATA, "wide": wide, "view": wide[::-1, 1], "labels": DATA["y"].astype(np.int8)}
+    on_disk = mapped(tmp_path / "wide.npy", wide)
+    kept = {
+        **DATA,
+        "wide": on_disk,
+        "view": np.asarray(on_disk)[::-1, 1],
+        "labels": mapped(tmp_path / "l.npy", data["labels"]),
+    }
+    batches = Batches(kept, 5, key=KEY, epochs=2, **options)
+    expected = list(Batches(data, 5, key=KEY, epochs=2, **options))
+    for mine, theirs in zip(batches, expected, strict=True):
+        assert_same(mine, theirs)
+        assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(mine))
+    resumed = iter(batches)
+    resumed.skip(3)
+    assert_same(next(resumed), expected[3])
+    assert_same(next(iter(Batches(on_disk, 5, key=KEY, **options))), next(iter(Batches(wide, 5, key=KEY, **options))))
+
+
+def test_a_selection_of_a_memory_mapped_array_is_copied(tmp_path):
+    x = mapped(tmp_path / "x.npy", DATA["x"])[np.arange(23)]
+    batches = Batches(x, 23, key=KEY, epochs=1)
+    x[:] = -1
+    assert float(next(iter(batches)).min()) == 0
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="Linux counts the memory of a process")
+def test_memory_mapped_arrays_stay_on_the_disk(tmp_path):
+    script = """
+import sys, jax, numpy as np
+from plurax.ensemble import Batches
+
+def megabytes():  # without the pages of files
+    return int(next(line for line in open("/proc/self/status") if line.startswith("RssAnon")).split()[1]) / 1000
+
+def of(data):
+    return iter(Batches(data, 100, key=jax.random.key(0), members=2))
+
+data = np.load(sys.argv[1], mmap_mode="r")
+if sys.argv[2] == "copied":
+    data = np.array(data)
+next(of(data[:1000]))  # compiles
+before, batches = megabytes(), of(data)
+for _ in range(20):
+    next(batches)
+print(megabytes() - before)
+"""
+    path = tmp_path / "data.npy"
+    np.save(path, np.ones((20000, 1000), np.float32))
+    used = {}
+    for kind in ("mapped", "copied"):
+        command = [sys.executable, "-c", script, path, kind]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        used[kind] = float(done.stdout)
+    assert used["copied"] > 70, "the measurement should notice a copy of the 80 MB"
+    assert used["mapped"] < 30
 
 
 def test_a_half_precision_fraction_uses_the_exact_count():
@@ -74,19 +170,44 @@ def test_bootstraps_draw_uniformly():
 def test_batches_that_are_skipped_are_not_made(monkeypatch):
     batches = Batches(DATA, 5, key=KEY, members=2, epochs=4)
     expected = list(batches)[9:]
-    made, at = [], batches._at
+    made, of_order = [], batches._from
 
     def counted(*args):
         made.append(args)
-        return at(*args)
+        return of_order(*args)
 
-    monkeypatch.setattr(batches, "_at", counted)
+    monkeypatch.setattr(batches, "_from", counted)
     iterator = iter(batches)
     assert iterator.skip(9) == 9
     assert not made
     for one, other in zip(iterator, expected, strict=True):
         np.testing.assert_array_equal(one["y"], other["y"])
     assert iterator.skip(3) == 0
+
+
+@pytest.mark.parametrize("bytes_at_once", [1, 200, 2**20])
+@pytest.mark.parametrize("members", [None, 3])
+def test_batches_do_not_depend_on_how_many_are_gathered_together(monkeypatch, members, bytes_at_once):
+    """Nor on where an iterator starts: the last ones of an epoch of seven are gathered with earlier ones."""
+    monkeypatch.setattr(batches_module, "_BYTES", bytes_at_once)
+    batches = Batches({"x": np.arange(46.0).reshape(23, 2)}, 3, key=KEY, members=members, epochs=3)
+    assert batches.per_epoch == 7
+    expected = [
+        np.take(np.arange(46.0).reshape(23, 2), np.asarray(batches.order(epoch))[..., 3 * i : 3 * i + 3], axis=0)
+        for epoch in range(3)
+        for i in range(7)
+    ]
+    for start in (0, 1, 6, 8, 20):
+        iterator = iter(batches)
+        assert iterator.skip(start) == start
+        found = [batch["x"] for batch in iterator]
+        assert len(found) == 21 - start
+        for one, other in zip(found, expected[start:], strict=True):
+            np.testing.assert_array_equal(one, other)
+    iterator = iter(batches)
+    first = [next(iterator)["x"] for _ in range(2)]
+    assert iterator.skip(7) == 7
+    np.testing.assert_array_equal([*first, next(iterator)["x"]], [expected[0], expected[1], expected[9]])
 
 
 def test_the_data_is_stored_once():
@@ -107,6 +228,149 @@ def test_members_train_on_their_own_batches_and_resume(tmp_path, assert_same):
     assert_same(again, whole)
 
 
+def a_trainer(**options):
+    """A trainer of a loss of one dict, with its state of three members."""
+    trainer = Trainer(
+        lambda model, b: jnp.mean((model(b["x"])[..., 0] - b["y"]) ** 2), optax.sgd(0.01), strategy="vmap", **options
+    )
+    return trainer, trainer.init(Ensemble.create(lambda rngs: nnx.Linear(2, 1, rngs=rngs), 3, seed=0))
+
+
+@pytest.mark.parametrize("wrap", [lambda batches: batches, iter])
+@pytest.mark.parametrize(
+    ("members", "in_axes", "message"),
+    [
+        (3, None, r"the Batches have members=3, but the trainer has in_axes=None, so every member .*; pass in_axes=0"),
+        (
+            3,
+            (None,),
+            r"the Batches have members=3, but the trainer has in_axes=\(None,\), so every memb",
+        ),
+        (
+            3,
+            ({"x": 0, "y": None},),
+            r"the Batches have members=3, but the trainer has in_axes=\({'x': 0, 'y': None}",
+        ),
+        (2, 0, "the Batches have members=2, but the ensemble has 3"),
+        (2, None, "the Batches have members=2, but the ensemble has 3"),
+        (None, 0, r"the trainer has in_axes=0, but the Batches are shared by all members; pass members=3"),
+        (None, ({"x": 0, "y": None},), r"the trainer has in_axes=\(.*\), but the Batches are shared by all members"),
+    ],
+)
+def test_batches_for_other_members_are_refused(wrap, members, in_axes, message):
+    trainer, state = a_trainer(in_axes=in_axes)
+    # As many examples as members: without the check, the shapes would fit.
+    batches = Batches(DATA, 3, key=KEY, members=members, epochs=1)
+    with pytest.raises(ValueError, match=f"^Trainer.fit: {message}"):
+        trainer.fit(state, wrap(batches), progress=False)
+
+
+@pytest.mark.parametrize("in_axes", [0, (0,), [0], ({"x": 0, "y": 0},)])
+def test_batches_of_dicts_train_each_member_on_its_own(in_axes, assert_same):
+    trainer, state = a_trainer(in_axes=in_axes)
+    batches = Batches(DATA, 4, key=KEY, members=3, epochs=1)
+    after, _ = trainer.fit(state, batches, progress=False)
+    alone, start = a_trainer()
+    for i in range(3):
+        own = [jax.tree.map(lambda x, i=i: x[i], batch) for batch in batches]
+        assert_same(after.ensemble[i], alone.fit(start, own, progress=False)[0].ensemble[i], tolerance=1e-6)
+
+
+def test_endless_batches_need_steps_or_epochs():
+    trainer, state = a_trainer()
+    for batches in (Batches(DATA, 4, key=KEY), iter(Batches(DATA, 4, key=KEY))):
+        with pytest.raises(ValueError, match="the Batches never end; pass steps= to fit, or epochs= to Batches"):
+            trainer.fit(state, batches, progress=False)
+        assert int(trainer.fit(state, batches, steps=2, progress=False)[0].step) == 2
+    assert int(trainer.fit(state, Batches(DATA, 4, key=KEY, epochs=1), progress=False)[0].step) == 5
+    # Early stopping ends a run too.
+    stopping = EarlyStopping(evaluate=lambda ensemble: jnp.zeros(len(ensemble)), every=1, patience=1)
+    after, _ = trainer.fit(state, Batches(DATA, 4, key=KEY), early_stopping=stopping, progress=False)
+    assert int(after.step) == 2
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        (DATA["x"], DATA["y"]),
+        (DATA["x"], DATA["y"][:5]),
+        (jnp.ones((4, 2)),),
+        ({"x": DATA["x"]}, DATA["y"]),
+        DATA,
+        DATA["x"],
+        jnp.ones((4, 2)),
+        (LikeATensor(DATA["x"]), LikeATensor(DATA["y"])),
+        LikeATensor(DATA["x"]),
+    ],
+)
+def test_a_data_set_is_not_batches(data):
+    trainer, state = a_trainer()
+    with pytest.raises(TypeError, match=r"^Trainer.fit: batches must be an iterable of batches, but got data, "):
+        trainer.fit(state, data, progress=False)
+
+
+def test_containers_of_batches_are_batches(assert_same):
+    trainer, state = a_trainer()
+    batch = jax.tree.map(lambda x: x[:4], DATA)
+    expected, _ = trainer.fit(state, [batch] * 2, progress=False)
+    for batches in ((batch, batch), ((batch,), (batch,)), iter([batch, [batch]]), (b for b in [batch] * 2)):
+        assert_same(trainer.fit(state, batches, progress=False)[0], expected)
+
+
+def test_arrays_of_other_libraries_are_converted(assert_same):
+    trainer, state = a_trainer()
+    tensors = jax.tree.map(LikeATensor, DATA)
+    for one, other in zip(Batches(tensors, 5, key=KEY, epochs=1), Batches(DATA, 5, key=KEY, epochs=1), strict=True):
+        assert_same(one, other)
+    expected, metrics = trainer.step(state, DATA)
+    after, found = trainer.step(state, tensors)
+    assert_same((after, found), (expected, metrics))
+    # As a DataLoader of PyTorch with its default collation: a list of tensors.
+    pairs = Trainer(lambda model, x, y: jnp.mean((model(x)[..., 0] - y) ** 2), optax.sgd(0.01), strategy="vmap")
+    start = pairs.init(state.ensemble)
+    loaded = [[LikeATensor(DATA["x"]), LikeATensor(DATA["y"])]] * 2
+    plain = [(DATA["x"], DATA["y"])] * 2
+    assert_same(pairs.fit(start, loaded, progress=False)[0], pairs.fit(start, plain, progress=False)[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "described"),
+    [
+        ("seven", "'seven' of type str"),
+        (np.array(["a", "b"]), r"an array of shape \(2,\) and dtype <U1"),
+        (np.array([None, 1]), r"an array of shape \(2,\) and dtype object"),
+        (np.array(["2026-01-01"], "datetime64[D]"), r"an array of shape \(1,\) and dtype datetime64\[D\]"),
+        ({1, 2}, "{1, 2} of type set"),
+    ],
+)
+def test_a_batch_of_something_else_is_refused_with_its_place(name, described):
+    trainer, state = a_trainer()
+    message = r"`batch\['name'\]` is " + described + ", not a number or an array of numbers; convert it, or leave"
+    for api, take in {
+        "step": lambda batch: trainer.step(state, batch),
+        "fit": lambda batch: trainer.fit(state, [batch], progress=False),
+    }.items():
+        with pytest.raises(TypeError, match=f"^Trainer.{api}: {message}"):
+            take({**DATA, "name": name})
+        with pytest.raises(TypeError, match=rf"^Trainer.{api}: `batch\[1\]\['name'\]` is "):
+            take((DATA, {"name": name}))
+
+
+def test_numbers_and_none_in_a_batch_reach_the_loss():
+    seen = []
+
+    def loss(model, x, weight, nothing, flag):
+        seen.append(nothing)
+        return jnp.where(flag, weight, 0.0) * model(x).mean()
+
+    trainer = Trainer(loss, optax.sgd(0.1), strategy="vmap")
+    state = trainer.init(Ensemble.create(lambda rngs: nnx.Linear(2, 1, rngs=rngs), 2, seed=0))
+    _, metrics = trainer.step(state, (DATA["x"], 2.0, None, True))
+    _, numpys = trainer.step(state, (DATA["x"], np.float32(2.0), None, np.True_))
+    np.testing.assert_array_equal(metrics["loss"], numpys["loss"])
+    assert set(seen) == {None}
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -122,8 +386,19 @@ def test_members_train_on_their_own_batches_and_resume(tmp_path, assert_same):
         ({"members": 2, "fraction": 0.5}, ValueError, 'fraction=0.5 needs draw="bootstrap" or "subset"'),
         ({"fraction": 0}, ValueError, "fraction must be finite and above 0, but got 0"),
         ({"fraction": float("inf")}, ValueError, "fraction must be finite and above 0, but got inf"),
-        ({"data": 3}, TypeError, "data must be arrays with the examples along axis 0"),
-        ({"data": {"x": np.zeros((3, 1)), "y": np.zeros(2)}}, ValueError, "`x` has 3 examples, but `y` has 2"),
+        ({"data": 3}, TypeError, "`data` is 3 of type int, not an array with the examples along axis 0; pass one"),
+        ({"data": ()}, ValueError, "data has no arrays, so there are no examples"),
+        (
+            {"data": {"x": np.zeros((3, 1)), "y": np.zeros(2)}},
+            ValueError,
+            r"`data\['x'\]` has 3 .* `data\['y'\]`",
+        ),
+        (
+            {"data": (np.zeros(3), np.array(["a"] * 3))},
+            TypeError,
+            r"`data\[1\]` is an array .* <U1, not a number",
+        ),
+        ({"data": (np.zeros(2), [0.0, 1.0])}, TypeError, r"`data\[1\]\[0\]` is 0.0 of type float, not an array with"),
     ],
 )
 def test_refusals(options, error, message):

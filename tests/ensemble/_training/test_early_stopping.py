@@ -115,7 +115,7 @@ class Test_early_stopping:
         state, _ = trainer.fit(trainer.init(numbered(3)), batches(30), steps=30, early_stopping=stopping)
         shown = capsys.readouterr().err
         assert "Step 8: member 1 stopped, not better for 2 evaluations." in shown
-        assert "All members have stopped after step 10, 20 steps before the 30 asked for." in shown
+        assert "All members have stopped after step 10, 20 steps before the 30 requested." in shown
         assert int(state.step) == 10
         np.testing.assert_array_equal(state.standing.step, [6, 8, 10])
 

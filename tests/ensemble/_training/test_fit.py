@@ -84,14 +84,23 @@ def test_unused_batches_are_not_consumed(trainer, ens, make_batches):
 
 def test_no_steps_change_nothing(trainer, ens, make_batches, assert_same):
     state = trainer.init(ens)
-    for batches, steps in ((make_batches(2), 0), ([], None)):
-        after, history = trainer.fit(state, batches, steps=steps, progress=False)
+    for batches, steps, why in ((make_batches(2), 0, "steps=0"), ([], None, "there are no batches")):
+        with pytest.warns(UserWarning, match=f"^Trainer.fit: no step was taken, since {why}.$") as warned:
+            after, history = trainer.fit(state, batches, steps=steps, progress=False)
+        assert warned[0].filename == __file__  # the caller's line
         assert_same(after, state)
         assert history == []
 
 
+def test_a_finished_run_that_resumes_takes_no_step_without_a_warning(tmp_path, trainer, ens, make_batches, assert_same):
+    state = trainer.init(ens)
+    options = {"steps": 2, "progress": False, "checkpoint_dir": tmp_path}
+    after, _ = trainer.fit(state, make_batches(2), **options)
+    assert_same(trainer.fit(state, make_batches(2), **options)[0], after)
+
+
 def test_batches_that_end_early_warn(trainer, ens, make_batches):
-    with pytest.warns(UserWarning, match="the batches ended after step 2, 3 steps before the 5 asked for"):
+    with pytest.warns(UserWarning, match="the batches ended after step 2, 3 steps before the 5 requested"):
         state, _ = trainer.fit(trainer.init(ens), make_batches(2), steps=5, progress=False)
     assert int(state.step) == 2
 

@@ -167,7 +167,7 @@ class Test_steps_that_donate_the_state:
         fast, history = trainer.fit(state, batches, progress=False)
         assert_same(fast, slow, tolerance=1e-5)
         np.testing.assert_allclose([row["loss"] for row in history], np.ravel([m["loss"] for m in rows]), rtol=1e-5)
-        _, metrics, _ = trainer._stepper.advance(jax.tree.map(jnp.copy, state), batches[0], donate=True)
+        _, metrics, _ = trainer._stepper.advance(jax.tree.map(jnp.copy, state), batches[:1], donate=True)
         metrics.pop("stopped")
         assert_same(metrics, rows[0], tolerance=1e-5)
 
@@ -175,7 +175,7 @@ class Test_steps_that_donate_the_state:
         ensemble = Ensemble.create(lambda rngs: nnx.Linear(64, 128, rngs=rngs), 40, seed=0)
         trainer = Trainer(lambda model, x: jnp.mean(model(x) ** 2), optax.adam(0.1), **options)
         state, batch = trainer.init(ensemble), (jnp.ones((2, 64)),)
-        execution = trainer._stepper.advance(state, batch)[2]
+        execution = trainer._stepper.advance(state, [batch])[2]
         for donate in (False, True):
             inputs = StepInputs(state, batch, (None,))
             need = trainer._stepper.executor.temporaries(inputs, donate, execution)
@@ -381,6 +381,135 @@ class Test_optimizers:
                 for _ in range(3):
                     params, opt_state = step(graphdef, params, opt_state)
                 assert_same(state.ensemble[i], nnx.merge(graphdef, params), tolerance=1e-4)
+
+    @pytest.mark.parametrize("strategy", ["vmap", "loop"])
+    @pytest.mark.parametrize("opaque", [False, True])
+    @pytest.mark.parametrize("wrap", [lambda sam: sam, lambda sam: optax.chain(optax.clip_by_global_norm(0.3), sam)])
+    def test_sharpness_aware_minimization_of_optax(
+        self, plain, create, cross_entropy, make_batches, assert_same, strategy, opaque, wrap
+    ):
+        def loss(model, x, y):
+            return cross_entropy(model, x, y)[0]
+
+        def sharpness_aware(learning_rate):
+            ascent = optax.chain(optax.contrib.normalize(), optax.sgd(0.5))
+            return wrap(optax.contrib.sam(optax.sgd(learning_rate, 0.9), ascent, sync_period=2, opaque_mode=opaque))
+
+        ens, rates = create(plain, 2), [0.1, 0.3]
+        trainer = Trainer(loss, sharpness_aware, hyperparams={"learning_rate": rates}, strategy=strategy)
+        state, _ = train(trainer, ens, make_batches(4))
+        for member, mine, rate in zip(ens, state.ensemble, rates, strict=True):
+            graphdef, params = nnx.split(member)
+            optimizer = sharpness_aware(rate)
+            opt_state = optimizer.init(params)
+            for x, y in make_batches(4):
+
+                def value(params, x, y, graphdef=graphdef):
+                    return loss(nnx.merge(graphdef, params), x, y)
+
+                def grad_fn(params, i, x=x, y=y):
+                    return jax.grad(value)(params, x, y)
+
+                update = functools.partial(optimizer.update, **({"grad_fn": grad_fn} if opaque else {}))
+                updates, opt_state = update(grad_fn(params, 0), opt_state, params)
+                params = optax.apply_updates(params, updates)
+            assert_same(mine, nnx.merge(graphdef, params), tolerance=1e-4)
+
+    def test_ascent_steps_inside_a_step_leave_the_statistics_and_use_the_same_masks(
+        self, stateful, create, cross_entropy, make_batches, assert_same
+    ):
+        """An ascent of length zero is plain descent, also for BatchNorm statistics and dropout."""
+        still = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.0), sync_period=3, opaque_mode=True)
+        a, b = (
+            train(Trainer(cross_entropy, optimizer, strategy="vmap"), create(stateful, 2), make_batches(3))[0]
+            for optimizer in (still, optax.sgd(0.1))
+        )
+        assert_same(a.ensemble, b.ensemble, tolerance=1e-6)
+
+    @pytest.mark.parametrize("strategy", ["vmap", "loop"])
+    def test_lookahead_keeps_the_slow_parameters_in_its_state(
+        self, plain, create, cross_entropy, make_batches, assert_same, strategy
+    ):
+        def looking_ahead(learning_rate):
+            return optax.lookahead(optax.adam(learning_rate), sync_period=2, slow_step_size=0.4)
+
+        ens, rates = create(plain, 2), [0.1, 0.3]
+        trainer = Trainer(cross_entropy, looking_ahead, hyperparams={"learning_rate": rates}, strategy=strategy)
+        state, history = trainer.fit(trainer.init(ens), make_batches(5), progress=False)
+        assert [row["learning_rate"] for row in history[:2]] == rates
+        shared, _ = train(Trainer(cross_entropy, looking_ahead(0.1), strategy=strategy), ens, make_batches(5))
+        assert_same(shared.ensemble[0], state.ensemble[0], tolerance=1e-5)
+        slow = dataclasses.replace(shared.ensemble, trainable=shared.opt_state.slow)
+        for i, rate in enumerate(rates):
+            graphdef, params = nnx.split(ens[i])
+            optimizer = looking_ahead(rate)
+            pair = optax.LookaheadParams.init_synced(params)
+            opt_state = optimizer.init(pair)
+            for x, y in make_batches(5):
+
+                def value(params, x=x, y=y, graphdef=graphdef):
+                    return cross_entropy(nnx.merge(graphdef, params), x, y)[0]
+
+                updates, opt_state = optimizer.update(jax.grad(value)(pair.fast), opt_state, pair)
+                pair = optax.apply_updates(pair, updates)
+            assert_same(state.ensemble[i], nnx.merge(graphdef, pair.fast), tolerance=1e-5)
+            if i == 0:
+                assert_same(slow[0], nnx.merge(graphdef, pair.slow), tolerance=1e-5)
+
+    def test_a_multi_steps_object_accumulates_gradients(self, plain, create, cross_entropy, make_batches, assert_same):
+        ens, object_ = create(plain, 2), optax.MultiSteps(optax.adam(0.1), 2)
+        a, b, c = (
+            train(Trainer(cross_entropy, optimizer, **options), ens, make_batches(4))[0].ensemble
+            for optimizer, options in (
+                (object_, {}),
+                (object_.gradient_transformation(), {}),
+                (lambda rate: optax.MultiSteps(optax.adam(rate), 2), {"hyperparams": {"rate": [0.1, 0.1]}}),
+            )
+        )
+        assert_same(a, b)
+        assert_same(a, c, tolerance=1e-5)
+
+    def test_a_factory_of_something_else_is_refused(self):
+        with pytest.raises(
+            TypeError, match="the optax factory must return a GradientTransformation, but it returned 3"
+        ):
+            Trainer(lambda model: 0.0, lambda: 3)
+
+    @pytest.mark.parametrize("strategy", ["vmap", "loop"])
+    @pytest.mark.parametrize(
+        ("made_by", "used_by", "message"),
+        [
+            (
+                (optax.adam(0.1),),
+                (optax.sgd(0.1),),
+                r"it has `opt_state\[0\].count`, which this optimizer does not use",
+            ),
+            ((optax.sgd(0.1),), (optax.adam(0.1),), r"it lacks `opt_state\[0\].count`, an array of shape \(\)"),
+            ((optax.adam(0.1),), (optax.adam, [0.1, 0.2]), "it lacks `opt_state.count`"),
+            ((optax.adam, [0.1, 0.2]), (optax.adam(0.1),), r"it lacks `opt_state\[0\].count`"),
+            (
+                (optax.sgd(0.1),),
+                (optax.chain(optax.clip(1.0), optax.sgd(0.1)),),
+                "it consists of other transformations",
+            ),
+        ],
+    )
+    def test_a_state_of_another_optimizer_is_refused(
+        self, plain, create, cross_entropy, make_batches, strategy, made_by, used_by, message
+    ):
+        def make(optimizer, rates=None):
+            hyperparams = None if rates is None else {"learning_rate": rates}
+            return Trainer(cross_entropy, optimizer, hyperparams=hyperparams, strategy=strategy)
+
+        state, trainer, batch = make(*made_by).init(create(plain, 2)), make(*used_by), make_batches(1)[0]
+        message = f"the state is from another optimizer: {message}.*; use the optimizer that made it, or call init"
+        with pytest.raises(ValueError, match=f"^Trainer.step: {message}"):
+            trainer.step(state, batch)
+        with pytest.raises(ValueError, match=f"^Trainer.step: {message}"):
+            jax.jit(trainer.step)(state, batch)
+        with pytest.raises(ValueError, match=f"^Trainer.fit: {message}"):
+            trainer.fit(state, [batch], progress=False)
+        trainer.step(trainer.init(state.ensemble), batch)
 
     def test_values_of_any_sequence_and_dtype(self, plain, create, cross_entropy):
         ens = create(plain, 2)

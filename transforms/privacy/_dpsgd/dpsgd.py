@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from ..._runs.run_directory import Resume, RunDirectory
 from .._per_example.methods import Method, check_method
 from . import settings
 from .accounting import Accountant, Ledger
-from .fit import train
+from .fit import last_step, report_end, train
 from .sampling import Batch, SampledBatches, check_batch, padding_only
 from .state import DPState, check_state, check_trainable, published, read_state, write_state
 from .step import SAMPLING, PrivateStep
@@ -42,7 +43,7 @@ class DPSGD:
     Args:
       loss: `loss(model, *batch)` returns a real scalar. `model` is what was passed to `init`; the batch is a single
         example, as a batch of one, so a loss that averages over its batch needs no change.
-      optimizer: an optax `GradientTransformation` that uses only gradients.
+      optimizer: an optax `GradientTransformation` or `MultiSteps` that uses only gradients and parameters.
       l2_clip_norm: the largest norm of an example's gradient; larger gradients are scaled down to it.
       noise_multiplier: standard deviation of the noise in units of `l2_clip_norm`. Zero is not private: ε is infinite.
       target_epsilon: the ε that `num_steps` steps may spend, instead of `noise_multiplier`, which is then computed.
@@ -67,7 +68,10 @@ class DPSGD:
     Attributes:
       noise_multiplier: as given, or computed from `target_epsilon`.
       ledger: the settings of a step that the accountant needs.
-      target_delta, accountant, num_examples, num_steps: as given.
+      target_delta: as given.
+      accountant: as given.
+      num_examples: as given.
+      num_steps: as given.
 
     Raises:
       TypeError, ValueError: both or neither of `noise_multiplier` and `target_epsilon`; a number out of range; an
@@ -121,7 +125,7 @@ class DPSGD:
     ) -> None:
         settings.check_extra()
         check_callable("DPSGD", loss, "loss")
-        settings.check_optimizer(optimizer)
+        optimizer = settings.checked_optimizer(optimizer)
         check_method("DPSGD", method)
         check_count("DPSGD", "microbatch_size", microbatch_size, optional=True)
         check_count("DPSGD", "num_examples", num_examples)
@@ -136,6 +140,7 @@ class DPSGD:
         self.noise_multiplier, self.target_delta = sigma, delta
         self.accountant, self.num_examples, self.num_steps = accountant, int(num_examples), int(num_steps)
         self._step = PrivateStep(loss, optimizer, self.ledger, method, keep_batch_dim, microbatch_size, has_aux)
+        self._latest: Callable[[], Any] = lambda: None  # a weak reference to the state that `step` returned last
         self._compiled_step = jax.jit(self._step)
         self._donated_step = jax.jit(self._step, donate_argnums=0)  # reuses the memory of the state
 
@@ -151,7 +156,7 @@ class DPSGD:
 
         Raises:
           TypeError: `key` is not a key; parameters that are not real floating point; an optimizer that needs the loss.
-          ValueError: there are no parameters; modules that share a variable.
+          ValueError: no parameters; modules that share a variable; variables of Linen with "batch_stats".
         """
         check_key("DPSGD.init", key)
         members = len(model_or_params) if is_members(model_or_params) else None
@@ -178,8 +183,8 @@ class DPSGD:
         a step is compiled only a few times; padding contributes zero.
 
         Args:
-          data: the examples, along axis 0 of NumPy or JAX arrays. A tuple or list is unpacked into the arguments of
-            the loss after the model; anything else is one argument.
+          data: the examples, along axis 0 of arrays that NumPy can convert. A tuple or list is unpacked into the
+            arguments of the loss after the model; anything else is one argument.
           state: the state to sample for: its seed, drawn from the key of `init`, determines the batches, and its step
             the first of them. None samples all steps from fresh operating-system entropy.
           sizes: the sizes to pad to, such as multiples of the number of devices; None for up to four sizes around the
@@ -220,20 +225,24 @@ class DPSGD:
 
         Raises:
           TypeError: `batch` is not a `Batch`; the loss does not return a real scalar.
-          ValueError: a state made with other settings; a batch sampled with another probability, or for another step
-            (not checked while tracing); a loss that changes state of a model other than its random keys.
+          ValueError: a state made with other settings, or with an optimizer whose state has another structure or other
+            shapes; a batch sampled with another probability, or for another step (not checked while tracing); a loss
+            that changes state of a model other than its random keys.
 
         Cost:
           Checking the step number of a batch waits for the previous step to finish.
         """
-        check_state("DPSGD.step", state, self.ledger)
+        if self._latest() is not state:  # a state from the previous step fits
+            self._step.check_state("DPSGD.step", state)
         check_batch("DPSGD.step", batch, (self.ledger.sampling_probability, self.ledger.bands))
         # The accountant assumes that each batch is used exactly once. A tracer has no concrete step number to check.
         known = batch.step is not None and not isinstance(batch.step, Tracer) and not isinstance(state.step, Tracer)
         if known and int(batch.step) != int(state.step):
             steps = f"for a state after {int(batch.step)} steps, but this state has taken {int(state.step)}"
             raise ValueError(f"DPSGD.step: the batch was drawn {steps}; use each batch of dp.batches once, in order.")
-        return self._compiled_step(state, batch)
+        after, metrics = self._compiled_step(state, batch)
+        self._latest = weakref.ref(after)
+        return after, metrics
 
     def fit(
         self,
@@ -283,21 +292,14 @@ class DPSGD:
             exceeds; a checkpoint of another run, with other settings, or later than the last requested step.
           OSError: `checkpoint_dir` cannot be written, is in use, or has no room; raised before the first step.
         """
-        from tqdm import tqdm
-
         check_options("DPSGD.fit", steps, checkpoint_dir, checkpoint_every, checkpoint_keep, history_every, resume)
-        check_state("DPSGD.fit", state, self.ledger)
+        self._step.check_state("DPSGD.fit", state)
         start, models = int(state.step), published(state, together)
-        wanted = max(start, self.num_steps) if steps is None else start + steps
-        if steps is not None and wanted > self.num_steps:
-            raise ValueError(f"DPSGD.fit: step {wanted} is beyond num_steps={self.num_steps}; pass fewer steps.")
-        target = wanted
-        if epsilon_budget is not None:
-            # The number of steps that a budget allows depends on public settings alone, so compute it in advance.
-            budget = check_number("DPSGD.fit", "epsilon_budget", epsilon_budget, lambda x: x > 0, "positive")
-            target = self.ledger.steps_within(budget, self.target_delta, self.accountant, models, wanted)
-        if target < start:
-            raise ValueError(f"DPSGD.fit: {start} steps already spent more than {epsilon_budget=}; pass a larger one.")
+
+        def within(budget: float, most: int) -> int:
+            return self.ledger.steps_within(budget, self.target_delta, self.accountant, models, most)
+
+        wanted, target = last_step(start, steps, self.num_steps, epsilon_budget, within)
         directory = RunDirectory.open("DPSGD.fit", checkpoint_dir, checkpoint_keep, Group.of(state), resume, start)
         with directory as store:
             after, history, interrupted = train(
@@ -313,8 +315,8 @@ class DPSGD:
                 history_every=history_every,
                 progress=progress,
             )
-        if progress and not interrupted and target < wanted:
-            tqdm.write(f"Stopped after step {int(after.step)}: one more would exceed ε = {epsilon_budget}.")
+        if not interrupted:
+            report_end(start, int(after.step), wanted, target, steps, epsilon_budget, progress)
         return after, history
 
     def save(self, path: str | os.PathLike[str], state: DPState) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -10,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..._core.arguments import check_number
 from ..._runs.checkpoint import Checkpoint
-from ..._runs.history import History, Recorder
+from ..._runs.history import History, Recorder, recorded
 from ..._runs.identity import Identity, digest, in_a_run, program_digest
 from ..._runs.loop import run
 from ..._runs.run_directory import RunDirectory
@@ -68,13 +70,13 @@ def train(
 
     def record(step: int, metrics: dict[str, Any]) -> None:
         # A single model is recorded as an ensemble of one.
-        recorder.add(step, jax.tree.map(lambda x: x[None], metrics) if alone else metrics)
+        recorder.add(step, recorded(jax.tree.map(lambda x: x[None], metrics) if alone else metrics))
 
     begin = int(state.step)
     after, _, interrupted = run(
         jax.tree.map(jnp.copy, state),  # each step reuses the memory of the previous state
         batches(state),
-        step,
+        lambda state, given: step(state, *given),
         step=begin,
         target=target,
         record=record,
@@ -89,6 +91,58 @@ def train(
     if alone:
         rows = [{name: x for name, x in row.items() if name != "member"} for row in rows]
     return after, rows, interrupted
+
+
+def last_step(
+    start: int, steps: int | None, num_steps: int, epsilon_budget: Any, within: Callable[[float, int], int]
+) -> tuple[int, int]:
+    """Return the last step without and with the budget.
+
+    Args:
+      start: the number of steps taken.
+      steps: the number of further steps, or None for all that remain.
+      num_steps: the number of steps of the run.
+      epsilon_budget: the budget; None for none.
+      within: returns the number of steps that a budget allows, up to a given number.
+
+    Raises:
+      TypeError, ValueError: more steps than `num_steps`; a budget that is not positive, or that is spent already.
+    """
+    wanted = max(start, num_steps) if steps is None else start + steps
+    if steps is not None and wanted > num_steps:
+        raise ValueError(f"DPSGD.fit: step {wanted} is beyond num_steps={num_steps}; pass fewer steps.")
+    if epsilon_budget is None:
+        return wanted, wanted
+    # The number of steps that a budget allows depends on public settings alone, so compute it in advance.
+    budget = check_number("DPSGD.fit", "epsilon_budget", epsilon_budget, lambda x: x > 0, "positive")
+    target = within(budget, wanted)
+    if target < start:
+        raise ValueError(f"DPSGD.fit: {start} steps already spent more than {epsilon_budget=}; pass a larger one.")
+    return wanted, target
+
+
+def report_end(
+    start: int, step: int, wanted: int, target: int, steps: int | None, epsilon_budget: Any, progress: bool
+) -> None:
+    """Warn if a run that was not interrupted took no step; print that the budget ended it.
+
+    Args:
+      start: the number of steps before the run, or before the checkpoint from which it resumed.
+      step: the number of steps after it.
+      wanted: the last step without the budget.
+      target: the last step within it.
+      steps: as for `fit`.
+      epsilon_budget: as for `fit`.
+      progress: as for `fit`.
+    """
+    from tqdm import tqdm
+
+    if step == start:
+        taken = "steps=0" if steps == 0 else f"the state has taken all {start} steps of the run already"
+        why = taken if target == wanted else f"one would exceed {epsilon_budget=}"
+        warnings.warn(f"DPSGD.fit: no step was taken, since {why}.", stacklevel=3)  # where `fit` was called
+    elif progress and target < wanted:
+        tqdm.write(f"Stopped after step {step}: one more would exceed ε = {epsilon_budget}.")
 
 
 def _parts(state: DPState) -> dict[str, Any]:

@@ -7,6 +7,7 @@ was used is public.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +15,21 @@ import jax
 
 from ..._calls.call import pair_of
 from ..._calls.primals import with_trainable
+from ..._core.arguments import leaf_name
 from ..._core.prng import is_key
 from ..._grad import scalar_seed
 from ..._models.equinox import released
 from ..._models.mutation import call_with_models, changes, with_changes
-from ..._models.split_model import SplitModel, array_name, is_module, is_split, split, splits_of, with_splits
+from ..._models.split_model import (
+    SplitModel,
+    array_name,
+    is_members,
+    is_module,
+    is_split,
+    split,
+    splits_of,
+    with_splits,
+)
 
 
 def of_example(loss: Callable[..., Any], tree: Any, key: jax.Array, has_aux: bool) -> Callable[..., Any]:
@@ -55,6 +66,23 @@ def with_random_state(loss: Callable[..., Any], tree: Any, batch: Any, has_aux: 
     if not any(_random_state(parts.merge()) or _kept_keys(parts) for parts in splits_of(tree)):
         return tree
     return with_splits(tree, with_changes(splits_of(tree), _call(loss, tree, None, batch, has_aux)[1]))
+
+
+def warn_of_shared_keys(tree: Any) -> None:
+    """Warn if a key outside of modules is not random state: all examples would draw the same numbers from it."""
+    for path, x in jax.tree.leaves_with_path(tree, is_leaf=is_split):
+        model = x.merge() if is_split(x) else None
+        model = model.__plurax_member__() if is_members(model) else model
+        if is_module(model):
+            continue  # a key that is no random state is a choice there
+        own = _random_state(model)
+        arrays = x.arrays() if is_split(x) else {leaf_name("params", path): x}
+        shared = next((name for name, array in arrays.items() if is_key(array) and name not in own), None)
+        if shared:
+            what = f"all examples of all steps draw from the random key `{shared}`, so they share dropout masks"
+            remedy = 'pass an NNX module, or a member of Ensemble.from_apply with its keys in the collection "rngs"'
+            warnings.warn(f"DPSGD.init: {what}; {remedy}.", UserWarning, stacklevel=4)
+            return
 
 
 def _call(
@@ -109,9 +137,10 @@ def _kept_keys(parts: SplitModel) -> set[str]:
 
 
 def _random_state(model: Any) -> set[str]:
-    """Return the paths of a module's random state: its keys and their use counts."""
+    """Return the paths of a model's random state: its keys and their use counts."""
     if not is_module(model):
-        return set()
+        # An optional method, as those in `split_model`.
+        return getattr(model, "__plurax_random__", set)()
     from flax import nnx
 
     return {array_name(path) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.RngState))}

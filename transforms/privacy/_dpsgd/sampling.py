@@ -14,6 +14,7 @@ import numpy as np
 
 from ..._core.arguments import describe, is_int, leaf_name
 from ..._core.prng import is_key
+from ..._runs.data import examples, is_array_like
 from .accounting import Ledger
 
 # The sizes that batches are padded to, in standard deviations above the expected size. The first three hold 98 % of
@@ -75,8 +76,7 @@ class SampledBatches:
     ) -> None:
         from jax_privacy.batch_selection import CyclicPoissonSampling, PartitionType
 
-        self._data = tuple(data) if isinstance(data, (tuple, list)) else (data,)
-        _check_data(self._data, num_examples)
+        self._data = _arguments(data, num_examples)
         expected = ledger.expected_batch_size
         self.sizes = padded_sizes(num_examples, expected, multiple) if sizes is None else _checked(sizes, multiple)
         self._step, self._steps = start, steps
@@ -109,8 +109,7 @@ class SampledBatches:
 
 def padding_only(data: Any, ledger: Ledger, num_examples: int, multiple: int = 1) -> Batch:
     """Return a batch without examples, of a size that only the settings determine."""
-    arguments = tuple(data) if isinstance(data, (tuple, list)) else (data,)
-    _check_data(arguments, num_examples)
+    arguments = _arguments(data, num_examples)
     size = padded_sizes(num_examples, ledger.expected_batch_size, multiple)[0]
     taken = jax.tree.map(lambda x: _take(x, np.arange(0), size), arguments)
     return Batch(taken, np.ones(size, bool), np.int32(0), (ledger.sampling_probability, ledger.bands))
@@ -143,20 +142,20 @@ def _take(data: Any, drawn: np.ndarray, size: int) -> Any:
     return taken
 
 
-def _check_data(data: Any, num_examples: int) -> None:
-    """Raise unless the data are numeric arrays with `num_examples` examples along axis 0."""
-    leaves = jax.tree.leaves_with_path(data)
-    if not leaves:
-        raise ValueError("DPSGD.batches: data has no arrays, so there are no examples; pass arrays of examples.")
-    for path, leaf in leaves:
-        name = leaf_name("data", path)
-        numbers = isinstance(leaf, (jax.Array, np.ndarray)) and not is_key(leaf) and leaf.dtype.kind not in "OSUMm"
-        if not numbers or not leaf.ndim:
-            raise TypeError(
-                f"DPSGD.batches: `{name}` is {describe(leaf)}, not a NumPy or JAX array of examples; convert it."
-            )
-        if len(leaf) != num_examples:
-            raise ValueError(f"DPSGD.batches: `{name}` has {len(leaf)} examples, but {num_examples=}; make them equal.")
+def _arguments(data: Any, num_examples: int) -> tuple[Any, ...]:
+    """Return the data as arguments of the loss; raise unless they are arrays of `num_examples` examples."""
+    if jax.tree_util.all_leaves([data]) and not is_array_like(data):
+        needed = "all examples, as arrays such as (x, y), since DPSGD samples the batches itself"
+        raise TypeError(f"DPSGD.batches: data must be {needed}, but got {describe(data)}.")
+    data, count = examples("DPSGD.batches", data)
+    for path, leaf in jax.tree.leaves_with_path(data):
+        if is_key(leaf):
+            raise TypeError(f"DPSGD.batches: `{leaf_name('data', path)}` holds random keys; pass arrays of numbers.")
+    if count != num_examples:
+        raise ValueError(
+            f"DPSGD.batches: data has {count} examples, but {num_examples=}; pass all examples, not batches."
+        )
+    return tuple(data) if isinstance(data, (tuple, list)) else (data,)
 
 
 def _checked(sizes: Sequence[int], multiple: int) -> tuple[int, ...]:

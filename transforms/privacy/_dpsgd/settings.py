@@ -11,6 +11,7 @@ from typing import Any, get_args
 import numpy as np
 
 from ..._core.arguments import check_choice, check_number, describe
+from ..._runs.optimizer import as_transform
 from .accounting import Accountant, calibrate
 
 
@@ -71,10 +72,9 @@ def check_extra() -> None:
             raise ModuleNotFoundError(f"DPSGD needs {missing}; install it with pip install 'plurax[privacy]'.")
 
 
-def check_optimizer(optimizer: Any) -> None:
-    """Raise if `optimizer` is not an optax `GradientTransformation`."""
-    import optax
-
-    if not isinstance(optimizer, optax.GradientTransformation):
+def checked_optimizer(optimizer: Any) -> Any:
+    """Return an optax optimizer as by `as_transform`; raise if it is not one."""
+    if (transform := as_transform(optimizer)) is None:
         got = describe(optimizer)
         raise TypeError(f"DPSGD: optimizer must be an optax GradientTransformation, such as adam(1e-3), but got {got}.")
+    return transform

@@ -16,6 +16,7 @@ from ..._models.equinox import is_array, released
 from ..._models.split_model import M, merge_tree, shared_variable
 from ..._runs.checkpoint import Checkpoint, outline, write
 from .accounting import Ledger
+from .model_loss import warn_of_shared_keys
 
 _PART = "private state"
 
@@ -84,10 +85,20 @@ def _check_ledger(what: str, found: Ledger, mine: Ledger) -> None:
 
 
 def check_trainable(tree: Any, trainable: Any, models: Iterable[Any]) -> None:
-    """Raise if there are no parameters, or if one is not an array, cannot train, or is shared by two modules."""
+    """Raise if there are no parameters, or if one is not an array, should not train, or is shared by two modules.
+
+    Warn if all examples would draw the same random numbers.
+    """
     leaves = jax.tree.leaves_with_path(tree)
     if not leaves:
         raise ValueError("DPSGD.init: there are no parameters to train; pass a model or a pytree of arrays.")
+    for found in filter(_has_statistics, jax.tree.leaves(trainable, is_leaf=_has_statistics)):
+        others = ", ".join(repr(name) for name in found if name != "params")
+        what = (
+            f"the Linen variables have {others} in addition to 'params', which would train, with noise, as parameters"
+        )
+        remedy = 'pass variables["params"] alone, and let the loss close over the rest'
+        raise ValueError(f"DPSGD.init: {what}; {remedy}, or pass a member of Ensemble.from_apply(apply, variables).")
     # If nothing trains, report the first leaf. Complex parameters raise too: the noise would have half of its variance
     # in each part.
     train = jax.tree.leaves_with_path(trainable) or leaves
@@ -95,8 +106,14 @@ def check_trainable(tree: Any, trainable: Any, models: Iterable[Any]) -> None:
     for path, x in [*wrong, *((path, x) for path, x in leaves if not is_array(x))]:
         what = f"`{leaf_name('params', path)}` is {describe(x)}, but parameters must be arrays of real floating point"
         raise TypeError(f"DPSGD.init: {what}; let the loss close over anything else.")
+    warn_of_shared_keys(tree)
     if shared := shared_variable(list(models)):
         raise ValueError(f"DPSGD.init: two modules share `{shared[0][1]}`; put them into one, such as nnx.Dict.")
+
+
+def _has_statistics(x: Any) -> bool:
+    """Return whether `x` is variables of Linen with BatchNorm statistics that train."""
+    return isinstance(x, Mapping) and "params" in x and bool(jax.tree.leaves(x.get("batch_stats")))
 
 
 def write_state(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -15,13 +15,14 @@ from ..._calls.primals import trainable_of, with_trainable
 from ..._core.arguments import describe, leaf_name
 from ..._models.equinox import differentiated
 from ..._models.split_model import SplitModel, split
+from ..._runs.optimizer import check_opt_state
 from .._per_example.clipped import clipped_grad
 from .._per_example.methods import Method
 from .accounting import Ledger
 from .model_loss import of_example, with_random_state
 from .noise import add_noise, privatizer
 from .sampling import Batch
-from .state import DPState
+from .state import DPState, check_state
 
 # Constants to fold into the key of a run or of a member, one for each purpose.
 _NOISE, _MASKS, SAMPLING = (2**32 - i for i in (1, 2, 3))
@@ -29,7 +30,10 @@ _NOISE, _MASKS, SAMPLING = (2**32 - i for i in (1, 2, 3))
 
 @dataclass(frozen=True, eq=False)
 class PrivateStep:
-    """A step of `DPSGD` as a function to compile; the attributes are arguments of `DPSGD`."""
+    """A step of `DPSGD` as a function to compile; the attributes are arguments of `DPSGD`.
+
+    The optimizer is in the form of `as_transform`.
+    """
 
     loss: Callable[..., Any]
     optimizer: Any
@@ -38,14 +42,26 @@ class PrivateStep:
     keep_batch_dim: bool
     microbatch_size: int | None
     has_aux: bool
+    checked_states: set[Any] = field(default_factory=set)
 
     def init(self, trainable: Any, key: jax.Array) -> tuple[Any, Any, jax.Array]:
         """Return the optimizer state, the noise state, and the key of dropout masks of one model."""
         opt_state = self.optimizer.init(trainable)
         # An optimizer that needs the value of the loss, which is not private, fails here and not at the first step.
-        jax.eval_shape(self.optimizer.update, trainable, opt_state, trainable)
+        try:
+            jax.eval_shape(self.optimizer.update, trainable, opt_state, trainable)
+        except (TypeError, ValueError) as error:
+            needs = "the optimizer must update from gradients and parameters alone, since the loss is not private"
+            raise TypeError(f"DPSGD.init: {needs}, but it raises: {error}") from error
         noise_state = privatizer(self.ledger, jax.random.fold_in(key, _NOISE)).init(trainable)
         return opt_state, noise_state, jax.random.fold_in(key, _MASKS)
+
+    def check_state(self, api: str, state: Any) -> None:
+        """Raise if a state was made with another ledger or another optimizer, or is not a `DPState`."""
+        check_state(api, state, self.ledger)
+        trainable = differentiated(trainable_of(state.tree), integers=True)
+        init = self.optimizer.init if state.members is None else jax.vmap(self.optimizer.init)
+        check_opt_state(api, state.opt_state, init, trainable, self.checked_states)
 
     def __call__(self, state: DPState, batch: Batch) -> tuple[DPState, dict[str, jax.Array]]:
         """Return the state after a step, and the metrics."""

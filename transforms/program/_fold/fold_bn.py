@@ -37,11 +37,12 @@ def fold_bn(
       *example: the other arguments; only their shapes and dtypes matter, so `jax.ShapeDtypeStruct` works too.
 
     Returns:
-      fun: called as `fun(params, *args)` with the new parameters; it can be compiled, differentiated and mapped like
-        any function. It is compiled for each shape of `args`, and accepts any batch size.
-      params: the new parameters, `{"conv.kernel": array, ...}`: folded weights keep their names, shifts are named after
-        the bias, or `conv.shift` without one, and all other parameters that are still used are included.
-      report: a `FoldReport` of the batch norms that were folded, and of those that were kept and why; `print` it.
+      A tuple `(fun, params, report)`. `fun` is called as `fun(params, *args)` with the new parameters; it can be
+      compiled, differentiated and mapped like any function. It is compiled for each shape of `args`, and accepts any
+      batch size. `params` are the new parameters, `{"conv.kernel": array, ...}`. Folded weights keep their names,
+      shifts are named after the bias, or `conv.shift` without one, and all other parameters that are still used are
+      included. `report` is a `FoldReport` of the batch norms that were folded, and of those that were kept and why;
+      `print` it.
 
     Raises:
       TypeError: `fun` is not callable, or is a module; `params` have no values, as inside `jax.jit` or another

@@ -140,20 +140,20 @@ class Profile:
                 f"compiled function, which takes {seconds(self.jitted)}."
             )
         text = (
-            f"{self.name}, compiled: {seconds(self.jitted)} a call; {seconds(self.watched)} in the program while it is "
-            f"watched, {self.attributed:.1%} of that attributed"
+            f"{self.name}, compiled: {seconds(self.jitted)} a call; {seconds(self.watched)} under the profiler, "
+            f"{self.attributed:.1%} of it attributed"
         )
         if self.estimated >= 0.0005:  # less would be printed as 0.0%
-            text += f", {self.estimated:.1%} in fused operations, divided among them by their flops"
+            text += f", {self.estimated:.1%} estimated (fused operations, in proportion to their flops)"
         if self.apart:
             text += (
-                ".\nXLA puts several operations into one instruction here; these figures are of the program with each "
-                "matrix product, convolution and loop kept apart"
+                ".\nXLA combines several operations into one instruction here; these figures are from a program that "
+                "keeps each matrix product, convolution and loop separate"
             )
         if self.watched > _TOO_LONG * self.jitted:
             text += (
-                ".\nThe profiler takes much of the time here, some tenths of a microsecond for each instruction that "
-                "is run: trust only the shares of longer ones"
+                ".\nThe profiler itself takes much of the time here, some tenths of a microsecond for each executed "
+                "instruction: trust only the shares of longer ones"
             )
         return text + "."
 

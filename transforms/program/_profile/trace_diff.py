@@ -42,8 +42,10 @@ class Difference:
     Attributes:
       op: the operation, such as `dot_general`; empty in rows that are grouped by scope.
       scope: its named scopes; empty in rows that are grouped by operation.
-      control_counts, test_counts: the number of runs in a call, see `trace_diff`.
-      control_total_duration, test_total_duration: the total duration of these runs.
+      control_counts: the number of runs in a call of the control, see `trace_diff`.
+      test_counts: the number of runs in a call of the test.
+      control_total_duration: the total duration of the runs in the control.
+      test_total_duration: the total duration of the runs in the test.
       diff_counts: `test_counts - control_counts`.
       diff_duration: `test_total_duration - control_total_duration`.
       counts_change_categories: `+` if it runs more often in the test, `-` if less often, `=` if equally often.
@@ -77,7 +79,8 @@ class TraceDiff:
     """The differences between two programs.
 
     Attributes:
-      control, test: the `Capture` of each, with its operations and times.
+      control: the `Capture` of the first program, with its operations and times.
+      test: the `Capture` of the second.
 
     Examples:
       >>> import jax.numpy as jnp

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from dataclasses import replace
@@ -14,8 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pandas as pd
 import pytest
-from flax import nnx
+from flax import linen, nnx
+from flax.core import freeze
 
 from plurax.ensemble import Ensemble
 from plurax.transforms.privacy import DPSGD, Batch, clipped_grad
@@ -357,6 +360,58 @@ def test_functions_of_variables_are_models_too() -> None:
     trained = run(dp, ensemble).model
     alone = run(dp, ensemble[1], steps=0)
     assert trained[1].variables["params"]["w"].shape == alone.model.variables["params"]["w"].shape
+
+
+@pytest.mark.parametrize("nested", [lambda v: v, lambda v: {"net": v, "w": jnp.ones(2)}, lambda v: (v,), freeze])
+def test_linen_variables_with_statistics_are_refused(nested: Any) -> None:
+    variables = {"params": PARAMS, "batch_stats": {"mean": jnp.zeros(3)}}
+    with pytest.raises(
+        ValueError, match="the Linen variables have 'batch_stats' in addition .* pass variables.\"params"
+    ):
+        make().init(nested(variables), key=jax.random.key(0))
+    member = Ensemble.from_apply(lambda v, x: x @ v["params"]["w"], [variables])[0]
+    assert make().init(member, key=jax.random.key(0)).tree.trainable["batch_stats"]["mean"] is None
+
+
+@pytest.mark.parametrize("name", ["rng", "rngs"])
+def test_keys_that_all_examples_share_give_a_warning(name: str) -> None:
+    plain = {"w": jnp.ones(3), "key": jax.random.key(0)}
+    with pytest.warns(
+        UserWarning, match=r"draw from the random key `params\['key'\]`, so they share dropout masks"
+    ) as seen:
+        make().init(plain, key=jax.random.key(0))
+    assert seen[0].filename == __file__
+    variables = {"params": PARAMS, name: {"dropout": jax.random.key(0)}}
+    for model in ((ensemble := Ensemble.from_apply(lambda v, x: x, [variables] * 2)), ensemble[0]):
+        with pytest.warns(UserWarning, match="`rng.dropout`") if name == "rng" else contextlib.nullcontext():
+            make().init(model, key=jax.random.key(0))
+
+
+def test_linen_draws_a_mask_for_each_example_in_each_step() -> None:
+    net = linen.Dropout(0.5, deterministic=False)
+
+    def sees(model: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        kept = model.call_and_update(jnp.ones(20)) > 0
+        return (model.variables["params"]["w"] * x).mean(), (kept * 2.0 ** jnp.arange(20)).sum()
+
+    rngs = {"dropout": jax.random.key(0), "count": jnp.uint32(0)}
+    ensemble = Ensemble.from_apply(net.apply, [{"params": {"w": jnp.ones(())}, "rngs": rngs}] * 2)
+    for model in (ensemble[0], ensemble):
+        dp = make(sees, has_aux=True)
+        state, masks = dp.init(model, key=jax.random.key(1)), []
+        for _ in range(2):
+            batch = Batch((np.ones((3, 1), np.float32),), np.zeros(3, bool))
+            for example in range(3):
+                chosen = replace(batch, is_padding_example=np.arange(3) != example)
+                masks.append(np.asarray(dp.step(state, chosen)[1]["aux"]).ravel())
+            state, _ = dp.step(state, batch)
+        drawn = np.concatenate(masks)
+        # Two of twelve masks of 20 fair bits are equal with a probability below 12 * 11 / 2 / 2**20 = 6e-5.
+        assert len(set(drawn.tolist())) == len(drawn)
+        trained: Any = state.model
+        trained = trained if model is not ensemble else trained[1]
+        assert int(trained.variables["rngs"]["count"]) == 2
+        assert jax.random.key_data(trained.variables["rngs"]["dropout"]).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -710,7 +765,6 @@ def test_correlated_noise_replaces_independent_noise(bands: int) -> None:
         ),
         ({"accountant": "gdp"}, ValueError, "accountant must be one of 'pld', 'rdp', but got 'gdp'."),
         ({"microbatch_size": 0}, ValueError, "microbatch_size must be"),
-        ({"optimizer": optax.MultiSteps(optax.sgd(0.1), 2)}, TypeError, "optimizer must be an optax GradientTransf"),
         (
             {"noise_multiplier": None, "target_epsilon": 1.0, "target_delta": 1e-18, "accountant": "pld"},
             ValueError,
@@ -791,10 +845,81 @@ def test_parameters_that_cannot_train_are_refused() -> None:
         make().init([one, other], key=key)
 
 
-def test_an_optimizer_that_evaluates_the_loss_is_refused() -> None:
-    message = r"missing 3 required keyword-only arguments: 'value', 'grad', and 'value_fn'"
-    with pytest.raises(TypeError, match=message):
-        make(optimizer=optax.lbfgs()).init(PARAMS, key=jax.random.key(0))
+@pytest.mark.parametrize(
+    ("optimizer", "needs"),
+    [
+        (optax.lbfgs(), "missing 3 required keyword-only arguments: 'value', 'grad', and 'value_fn'"),
+        (optax.polyak_sgd(), "missing 1 required keyword-only argument: 'value'"),
+        (optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()), "missing 1 required keyword-only argument"),
+        (optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True), "grad_fn must be provided"),
+        (optax.MultiSteps(optax.polyak_sgd(), 2), "missing 1 required keyword-only argument: 'value'"),
+    ],
+)
+def test_an_optimizer_that_evaluates_the_loss_is_refused(optimizer: Any, needs: str) -> None:
+    message = (
+        "the optimizer must update from gradients and parameters alone, since the loss is not private, but it raises"
+    )
+    for model in (PARAMS, Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 2, seed=0)):
+        with pytest.raises(TypeError, match=f"^DPSGD.init: {message}: .*{needs}"):
+            make(optimizer=optimizer).init(model, key=jax.random.key(0))
+
+
+def test_optimizers_that_need_more_than_a_transformation() -> None:
+    """Without noise and clipping, a step over all examples is one of ordinary gradients."""
+    settings: Any = {"noise_multiplier": 0.0, "l2_clip_norm": 1e3, "expected_batch_size": N}
+    ascent = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+    for optimizer in (
+        optax.lookahead(optax.sgd(0.1), sync_period=2, slow_step_size=0.4),
+        optax.contrib.sam(optax.sgd(0.1), ascent, sync_period=2),
+        optax.MultiSteps(optax.sgd(0.1), 2),
+    ):
+        dp = make(optimizer=optimizer, **settings)
+        state = run(dp, PARAMS, steps=3, sizes=(N,))
+        looks_ahead = hasattr(state.opt_state, "slow")
+        params: Any = optax.LookaheadParams.init_synced(PARAMS) if looks_ahead else PARAMS
+        opt_state = optimizer.init(params)
+        for _ in range(3):
+            now = params.fast if looks_ahead else params
+            updates, opt_state = optimizer.update(jax.grad(loss)(now, X, Y), opt_state, params)
+            params = optax.apply_updates(params, updates)
+        assert_close(state.model, params.fast if looks_ahead else params, 1e-4)
+        if looks_ahead:
+            assert_close(state.opt_state.slow, params.slow, 1e-4)
+
+
+@pytest.mark.parametrize("members", [None, 2])
+@pytest.mark.parametrize(
+    ("made_by", "used_by", "difference"),
+    [
+        (optax.adam(0.1), optax.sgd(0.1), r"it has `opt_state\[0\].count`, which this optimizer does not use"),
+        (optax.sgd(0.1), optax.adam(0.1), r"it lacks `opt_state\[0\].count`, an array of shape .* and dtype int32"),
+        (optax.rmsprop(0.1), optax.adam(0.1), r"it lacks `opt_state\[0\].count`"),
+        (optax.sgd(0.1), optax.chain(optax.clip(1.0), optax.sgd(0.1)), "it consists of other transformations"),
+    ],
+)
+def test_a_state_of_another_optimizer_is_refused(made_by: Any, used_by: Any, difference: str, members: Any) -> None:
+    model: Any = PARAMS
+    if members:
+        model = Ensemble.from_apply(lambda v, x: x @ v["w"] + v["b"], [PARAMS] * members)
+    state = make(optimizer=made_by).init(model, key=jax.random.key(0))
+    dp = make(optimizer=used_by)
+    message = f"the state is from another optimizer: {difference}.*; use the optimizer that made it, or call init"
+    with pytest.raises(ValueError, match=f"^DPSGD.step: {message}"):
+        dp.step(state, a_batch([1], 2))
+    with pytest.raises(ValueError, match=f"^DPSGD.step: {message}"):
+        jax.jit(dp.step)(state, a_batch([1], 2))
+    with pytest.raises(ValueError, match=f"^DPSGD.fit: {message}"):
+        dp.fit(state, (X, Y), progress=False)
+
+
+def test_data_of_other_libraries_are_examples_too(tmp_path: Any) -> None:
+    mapped = np.memmap(tmp_path / "x", X.dtype, "w+", shape=X.shape)
+    mapped[:] = X
+    expected = run(make(), PARAMS, steps=2)
+    for x, y in ((mapped, Y), (pd.DataFrame(X), pd.Series(Y)), (jnp.asarray(X), jnp.asarray(Y))):
+        dp = make()
+        state, _ = dp.fit(dp.init(PARAMS, key=jax.random.key(0)), (x, y), steps=2, sizes=SIZES, progress=False)
+        assert_close(state.model, expected.model)
 
 
 def test_batches_are_taken_one_after_another_each_once() -> None:

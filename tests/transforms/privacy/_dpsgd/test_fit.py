@@ -108,14 +108,18 @@ def test_fit_resumes_at_the_step_of_its_state(dp: DPSGD, state: Any) -> None:
     half, _ = fit(dp, state, steps=5)
     assert int(half.step) == 5
     assert_same(fit(dp, half)[0], whole)
-    assert_same(fit(dp, whole)[0], whole)
+    with pytest.warns(UserWarning, match=r"^DPSGD.fit: no step was taken, since the state has taken all 12 steps of t"):
+        assert_same(fit(dp, whole)[0], whole)
+    with pytest.warns(UserWarning, match=r"^DPSGD.fit: no step was taken, since steps=0"):
+        assert_same(fit(dp, half, steps=0)[0], half)
     assert int(state.step) == 0
 
 
 def test_a_state_beyond_the_run_is_unchanged(dp: DPSGD, state: Any) -> None:
     shorter = make(num_steps=4)
     after, _ = fit(dp, state, steps=6)
-    assert_same(fit(shorter, after)[0], after)
+    with pytest.warns(UserWarning, match=r"^DPSGD.fit: no step was taken, since the state has taken all 6 steps"):
+        assert_same(fit(shorter, after)[0], after)
     with pytest.raises(ValueError, match=r"^DPSGD.fit: step 7 is beyond num_steps=4; pass fewer steps"):
         fit(shorter, after, steps=1)
 
@@ -131,7 +135,8 @@ def test_a_budget_is_never_passed(together: bool, dp: DPSGD) -> None:
         assert int(after.step) == 7
         assert len(history) == 14
         assert np.max(dp.epsilon(after, together=together)) <= budget
-        assert_same(fit(dp, after, epsilon_budget=budget, together=together)[0], after)
+        with pytest.warns(UserWarning, match=rf"^DPSGD.fit: no step was taken, since one would exceed .*={budget}"):
+            assert_same(fit(dp, after, epsilon_budget=budget, together=together)[0], after)
     assert int(fit(dp, state, epsilon_budget=99.0, together=together)[0].step) == 12
     with pytest.raises(ValueError, match=r"^DPSGD.fit: 7 steps already spent more than epsilon_budget=0.1; pass"):
         fit(dp, after, epsilon_budget=0.1, together=together)

@@ -126,15 +126,31 @@ def test_a_batch_without_examples_is_all_padding():
     ("data", "error", "message"),
     [
         ((), ValueError, "data has no arrays, so there are no examples"),
-        ((jax.random.split(jax.random.key(0), N),), TypeError, r"`data\[0\]` is an array of .* key<fry>, not a NumPy"),
-        (([1, 2, 3],), TypeError, r"`data\[0\]\[0\]` is 1 of type int, not a NumPy or JAX array of examples"),
-        ((np.float32(1.0),), TypeError, r"`data\[0\]` is an array of shape \(\) and dtype float32, not a NumPy"),
-        (np.array(["a"] * N), TypeError, r"`data\[0\]` is an array of shape \(30,\) and dtype <U1, not a NumPy"),
+        ((jax.random.split(jax.random.key(0), N),), TypeError, r"`data\[0\]` holds random keys; pass arrays"),
+        (([1, 2, 3],), TypeError, r"`data\[0\]\[0\]` is 1 of type int, not an array with the examples along axis 0"),
+        ((np.float32(1.0),), TypeError, r"`data\[0\]` is an array of shape \(\) and dtype float32, not an array with"),
+        (
+            np.array(["a"] * N),
+            TypeError,
+            r"`data` is an array of shape \(30,\) and dtype <U1, not a number",
+        ),
         (
             {"x": np.ones((29, 2))},
             ValueError,
-            r"`data\[0\]\['x'\]` has 29 examples, but num_examples=30; make them equal",
+            "data has 29 examples, but num_examples=30; pass all exam",
         ),
+        (
+            [(np.ones((5, 2)), np.ones(5))] * 6,
+            ValueError,
+            "data has 5 examples, but num_examples=30; pass all examples",
+        ),
+        ((np.ones((N, 2)), np.ones(7)), ValueError, r"`data\[0\]` has 30 examples, but `data\[1\]` has 7; make them"),
+        (
+            iter([np.ones((N, 2))]),
+            TypeError,
+            r"data must be all examples, as arrays such as \(x, y\), .* type list_",
+        ),
+        ("rows", TypeError, "data must be all examples, .*, since DPSGD samples the batches itself, but got 'rows'"),
     ],
 )
 def test_data_that_do_not_fit_are_refused(data, error, message):

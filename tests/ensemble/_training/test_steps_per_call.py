@@ -1,0 +1,191 @@
+"""`Trainer.fit(steps_per_call=k)`: k steps as one program, with the results of single steps."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from plurax.ensemble import Batches, EarlyStopping, Ensemble, Restarts, Trainer
+
+
+def losses(history):
+    return [(row["step"], row["member"], row["loss"]) for row in history]
+
+
+def fit(trainer, ens, batches, **options):
+    return trainer.fit(trainer.init(ens), batches, progress=False, **options)
+
+
+def same_history(found, expected):
+    assert [row[:2] for row in losses(found)] == [row[:2] for row in losses(expected)]
+    np.testing.assert_allclose([row[2] for row in losses(found)], [row[2] for row in losses(expected)], rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "vmap"},
+        {"strategy": "vmap", "chunk_size": 2},
+        *({"strategy": s} for s in ("map", "unroll", "loop")),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("per_member", [False, True])
+def test_equals_single_steps(stateful, cross_entropy, make_batches, assert_same, options, per_member):
+    """With states that change, 11 steps in calls of 4, and a last batch of another shape."""
+    ens = Ensemble.create(stateful, 3, seed=0)
+    batches = make_batches(11, 3) if per_member else make_batches(11)
+    batches[-1] = jax.tree.map(lambda x: x[:, :5] if per_member else x[:5], batches[-1])
+    rates = {"learning_rate": [0.01, 0.02, 0.03]}
+    trainer = Trainer(cross_entropy, optax.adam, hyperparams=rates, in_axes=0 if per_member else None, **options)
+    expected, rows = fit(trainer, ens, batches)
+    found, history = fit(trainer, ens, batches, steps_per_call=4)
+    assert_same(found, expected, tolerance=1e-4)
+    same_history(history, rows)
+    assert int(found.step) == 11
+
+
+def test_takes_that_many_steps_in_a_call(plain, cross_entropy, make_batches, monkeypatch):
+    trainer = Trainer(cross_entropy, optax.sgd(0.1), strategy="vmap")
+    advance, counts = trainer._stepper.advance, []
+
+    def counted(state, batches, *args, **options):
+        counts.append(len(batches))
+        return advance(state, batches, *args, **options)
+
+    monkeypatch.setattr(trainer._stepper, "advance", counted)
+    ens = Ensemble.create(plain, 2, seed=0)
+    state, _ = fit(trainer, ens, make_batches(20), steps=11, steps_per_call=4)
+    assert counts == [4, 4, 1, 1, 1]
+    counts.clear()
+    trainer.fit(state, make_batches(9), steps_per_call=4, progress=False)  # from step 11 on
+    assert counts == [1, 4, 4]
+    counts.clear()
+    stopping = EarlyStopping(evaluate=lambda members: np.zeros(len(members)), every=6, patience=100)
+    fit(trainer, ens, make_batches(8), steps_per_call=4, early_stopping=stopping)
+    assert counts == [2, 2, 2, 2]
+
+
+def test_takes_no_batch_that_it_does_not_use(plain, cross_entropy, make_batches):
+    source = iter(make_batches(20))
+    trainer = Trainer(cross_entropy, optax.sgd(0.1), strategy="vmap")
+    fit(trainer, Ensemble.create(plain, 2, seed=0), source, steps=10, steps_per_call=4)
+    assert len(list(source)) == 10
+
+
+def test_a_loader_may_reuse_its_buffer(plain, assert_same):
+    def loader():
+        x = np.zeros((6, 4), np.float32)
+        for i in range(8):
+            x[:] = np.arange(24).reshape(6, 4) * (i + 1) / 100
+            yield x
+
+    trainer = Trainer(lambda model, x: jnp.mean((model(x) - 1) ** 2), optax.sgd(0.1), strategy="vmap")
+    ens = Ensemble.create(plain, 2, seed=0)
+    expected, rows = fit(trainer, ens, [x.copy() for x in loader()])
+    found, history = fit(trainer, ens, loader(), steps_per_call=4)
+    assert_same(found, expected, tolerance=1e-5)
+    same_history(history, rows)
+
+
+@pytest.mark.parametrize("strategy", ["vmap", "loop"])
+def test_a_member_that_fails_within_a_call_stops_there(plain, strategy):
+    """And is restarted, if wanted, after the same step."""
+
+    def loss(model, x, *, scale):
+        return jnp.mean(model(x) ** 2) + jnp.where((x.sum() > 5.5) & (scale > 1), jnp.nan, 0.0)
+
+    trainer = Trainer(loss, optax.sgd(0.01), hyperparams={"scale": [1.0, 2.0, 3.0]}, strategy=strategy)
+    ens = Ensemble.create(plain, 3, seed=0)
+    batches = [np.full((1, 4), i / 4, np.float32) for i in range(1, 13)]  # the sum is the number of the step
+    with pytest.warns(UserWarning, match="members 1, 2 stopped at step 6"):
+        expected, rows = fit(trainer, ens, batches)
+    seen = []
+    with pytest.warns(UserWarning, match="members 1, 2 stopped at step 6"):
+        found, history = fit(
+            trainer,
+            ens,
+            batches,
+            steps_per_call=4,
+            callbacks=[lambda step, m: seen.append((step, np.isnan(m["loss"]).sum()))],
+        )
+    same_history([row for row in history if row["member"] == 0], [row for row in rows if row["member"] == 0])
+    assert [row["step"] for row in history if row["member"] == 1] == [1, 2, 3, 4, 5, 6]
+    assert seen == [(i, 0 if i < 6 else 2) for i in range(1, 13)]
+    np.testing.assert_array_equal(found.standing.stopped, expected.standing.stopped)
+    np.testing.assert_array_equal(found.standing.step, expected.standing.step)
+    options = {"restarts": Restarts(every=4, times=2)}
+    with pytest.warns(UserWarning, match="stopped at step"):
+        expected, rows = fit(trainer, ens, batches, **options)
+    with pytest.warns(UserWarning, match="stopped at step"):
+        found, history = fit(trainer, ens, batches, steps_per_call=4, **options)
+    assert [row[:2] for row in losses(history)] == [row[:2] for row in losses(rows)]
+    np.testing.assert_array_equal(found.standing.restarts, expected.standing.restarts)
+
+
+def test_early_stopping_sees_the_same_steps(plain, cross_entropy, make_batches, assert_same):
+    def stopping(seen):
+        def evaluate(members):
+            seen.append(len(members))
+            return np.arange(len(members)) * 1.0 + (len(seen) > 1) * np.arange(len(members))
+
+        return EarlyStopping(evaluate=evaluate, every=4, patience=1)
+
+    trainer = Trainer(cross_entropy, optax.sgd(0.1), strategy="vmap")
+    ens, found = Ensemble.create(plain, 3, seed=0), []
+    for k in (1, 2, 4):
+        found.append(fit(trainer, ens, make_batches(20), steps_per_call=k, early_stopping=stopping([])))
+    for state, history in found[1:]:
+        assert_same(state, found[0][0], tolerance=1e-5)
+        assert [row[:2] for row in losses(history)] == [row[:2] for row in losses(found[0][1])]
+        assert [row.get("validation") for row in history] == [row.get("validation") for row in found[0][1]]
+
+
+def test_a_resumed_run_repeats_the_calls_to_the_bit(tmp_path, stateful, cross_entropy, assert_same):
+    data = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32), np.arange(40) % 3
+    trainer = Trainer(cross_entropy, optax.adam(0.01), strategy="vmap")
+    ens, batches = Ensemble.create(stateful, 3, seed=0), Batches(data, 8, key=jax.random.key(1))
+    expected, rows = fit(trainer, ens, batches, steps=23, steps_per_call=4)
+    for steps in (9, 16, 23):  # ends within a call, at its end, and at the last step
+        _, history = fit(
+            trainer, ens, batches, steps=steps, steps_per_call=4, checkpoint_dir=tmp_path, checkpoint_every=8
+        )
+    # Step 9 was taken alone, and in a call otherwise, so only the steps until the checkpoint at 8 are equal.
+    assert losses(history)[:24] == losses(rows)[:24]
+    same_history(history, rows)
+    again, history = fit(
+        trainer,
+        ens,
+        batches,
+        steps=23,
+        steps_per_call=4,
+        checkpoint_dir=tmp_path / "other",
+        checkpoint_every=8,
+        checkpoint_keep=9,
+    )
+    assert_same(again, expected)
+    assert losses(history) == losses(rows)
+
+
+@pytest.mark.parametrize(("value", "error"), [(0, ValueError), (2.0, TypeError), (None, TypeError), (True, TypeError)])
+def test_refuses_other_counts(plain, cross_entropy, make_batches, value, error):
+    trainer = Trainer(cross_entropy, optax.sgd(0.1))
+    with pytest.raises(error, match=r"Trainer\.fit: steps_per_call"):
+        fit(trainer, Ensemble.create(plain, 2, seed=0), make_batches(2), steps_per_call=value)
+
+
+def test_a_loss_with_random_keys_draws_the_same(assert_same):
+    class Noisy(nnx.Module):
+        def __init__(self, rngs):
+            self.dense, self.rngs = nnx.Linear(4, 1, rngs=rngs), rngs
+
+        def __call__(self, x):
+            return self.dense(x + jax.random.normal(self.rngs(), x.shape))
+
+    trainer = Trainer(lambda model, x: jnp.mean(model(x) ** 2), optax.sgd(0.1), strategy="vmap")
+    ens, batches = Ensemble.create(Noisy, 3, seed=0), [np.ones((5, 4), np.float32)] * 8
+    expected, _ = fit(trainer, ens, batches)
+    found, _ = fit(trainer, ens, batches, steps_per_call=8)
+    assert_same(found, expected, tolerance=1e-5)
