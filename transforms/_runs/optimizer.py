@@ -101,5 +101,5 @@ def _difference(found: Any, expected: Any) -> str | None:
         alike = any(jnp.issubdtype(dtype, of) and jnp.issubdtype(y.dtype, of) for of in numbers)
         if shape != y.shape or not (alike or dtype == y.dtype):
             return f"`{name}` is {describe(x)}, but must be {describe(y)}"
-    same = jax.tree.structure(found) == jax.tree.structure(expected)
-    return None if same else "it consists of other transformations"
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (found, expected)]
+    return None if structures[0] == structures[1] else "it consists of other transformations"
