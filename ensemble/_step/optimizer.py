@@ -86,7 +86,8 @@ class MemberOptimizer:
     def check_state(self, api: str, state: Any, trainable: Any) -> None:
         """Raise if the optimizer state of one member is from another optimizer."""
         # One member, since a state from `select` may have more or fewer members than there are hyperparameters.
-        values = {name: values[0] for name, values in self.per_member.items()}
+        # Arrays, since optax does not take scalars of NumPy for hyperparameters.
+        values = {name: jnp.asarray(values[0]) for name, values in self.per_member.items()}
         check_opt_state(api, state, partial(self._init_member, values=values), trainable, self._checked_states)
 
     def update(

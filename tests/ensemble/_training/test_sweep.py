@@ -156,7 +156,7 @@ def test_members_may_start_equal():
     np.testing.assert_array_equal(kernels[1], kernels[5])
     assert np.abs(kernels[0] - kernels[1]).max() > 0.1
     np.testing.assert_allclose(kernels[1], make(nnx.Rngs(keys[1])).kernel[...], rtol=1e-6)
-    with pytest.raises(TypeError, match="or 5 keys, but got"):
+    with pytest.raises(ValueError, match="seed has 6 entries for 5 members"):
         Ensemble.create(make, 5, seed=keys)
 
 
