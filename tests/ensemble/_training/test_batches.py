@@ -120,7 +120,7 @@ print(megabytes() - before)
         command = [sys.executable, "-c", script, path, kind]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
         used[kind] = float(done.stdout)
-    assert used["copied"] > 70, "the measurement should notice a copy of the 80 MB"
+    assert used["copied"] > 50, "the measurement should notice a copy of the 80 MB"
     assert used["mapped"] < 30
 
 
