@@ -66,12 +66,12 @@ def test_a_checkpoint_that_cannot_be_written_warns(tmp_path: Path) -> None:
 
 def test_the_room_for_a_checkpoint_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"x": jnp.ones((3, 256)), "key": jax.random.split(jax.random.key(0), 3)}
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    disk = SimpleNamespace(free=3 * 1024 + 3 * 8)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
     with opened(tmp_path) as store:
         assert store is not None
-        free = 3 * 1024 + 3 * 8
         store.check_room(7, state)
-        free -= 1
+        disk.free -= 1
         with pytest.raises(
             OSError, match="fit: a checkpoint after step 7 needs 3.02 KiB, but the disk has 3.02 K"
         ) as no:
