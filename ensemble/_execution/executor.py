@@ -1,9 +1,8 @@
-"""`Executor`: compile, run and time the step of all members."""
+"""`Executor`: compile and run the step of all members."""
 
 from __future__ import annotations
 
 import operator
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -73,7 +72,7 @@ class StepInputs(NamedTuple):
 
 
 class Executor:
-    """Compile, run and time the step of all members.
+    """Compile and run the step of all members.
 
     Args:
       step: the step of one member.
@@ -143,21 +142,6 @@ class Executor:
             return self._row_program.lower(static, rows, rows, *last)
         with within(self._layout_of(execution)):
             return self._programs[donate].lower(*jax.tree.map(_shape_if_traced, self._arguments(execution, inputs)))
-
-    def seconds(self, inputs: StepInputs, donate: bool, execution: Execution, steps: int) -> float:
-        """Take `steps` steps, and return the seconds of one: the mean of all but the first, if there are several."""
-        # With donation the steps begin with a copy, so that the state of the user stays usable.
-        after = jax.tree.map(jnp.copy, inputs.state) if donate else inputs.state
-        # JAX computes asynchronously: the clock starts when all earlier work is done, and stops when all results are.
-        jax.block_until_ready(after)
-        start = time.perf_counter()
-        for i in range(steps):
-            after, metrics = self.execute(execution, inputs._replace(state=after), donate)
-            if i == 0 and steps > 1:
-                jax.block_until_ready((after, metrics))
-                start = time.perf_counter()
-        jax.block_until_ready((after, metrics))
-        return (time.perf_counter() - start) / max(1, steps - 1)
 
     def _static(self, execution: Execution, inputs: StepInputs) -> tuple[Any, ...]:
         """Return the static argument of the programs; the same object for equal steps in a row, which is quicker."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -15,12 +16,13 @@ from ...transforms._convolutions.as_products import has_convolution
 from ...transforms._core.axes import Axes, axes_per_argument, mapped_size
 from ...transforms._core.memory import largest_chunk
 from .._members.sharding import Layout
-from .._members.strategy import Execution, in_turn
+from .._members.strategy import Execution, by_rule
 from .._step.member_step import MemberStep
-from .autotune import Tuning, fingerprint, recall, remember, tune
+from .autotune import Tuning, fingerprint, recall, remember
 from .data_parallel import check_split
 from .executor import Executor, StepInputs
 from .forms import State
+from .search import Search, chunk_of
 
 # Where "loop" is not possible, "auto" replaces it with "unroll" for at most this many members, and with "map" for more.
 _MOST_COPIES = 16
@@ -35,12 +37,12 @@ class Stepper:
       in_axes: the axes of a batch, as for `Trainer`.
       asked: the strategy and the chunk size that were passed to the trainer.
       budget: the maximum bytes of the temporaries of a step, or None.
-      seconds: how long "auto" may measure.
+      seconds: how long the steps of the trials of "auto" may take beyond those of its best execution.
       cache: the directory in which "auto" stores its results, or None.
 
     Attributes:
-      executor: runs and times the steps.
-      tuning: the latest measurements; None if there are none.
+      executor: runs the steps.
+      search: the latest search of "auto" for an execution; None if there is none.
       digests: the digests of the programs that checkpoints have stored, by the kind of their inputs.
     """
 
@@ -57,12 +59,13 @@ class Stepper:
         self._step, self._in_axes, self._asked = step, in_axes, asked
         self._budget, self._seconds, self._cache = budget, seconds, cache
         self.executor = Executor(step, layout)
-        self.tuning: Tuning | None = None
+        self.search: Search | None = None
         self.digests: dict[Any, str] = {}
         # The axes of the arguments, by the number of members, structure and shapes, for which they were checked.
         self._axes: dict[Any, tuple[Axes, ...]] = {}
         self._checked_splits: set[Any] = set()
-        self._chosen: dict[Any, Execution] = {}
+        self._searches: dict[Any, Search] = {}
+        self._chunks: dict[Any, Execution] = {}
         self._temporaries: dict[Any, int] = {}
 
     @property
@@ -117,16 +120,19 @@ class Stepper:
         execution: Execution | None = None,
         *,
         donate: bool = False,
-        aloud: bool = False,
+        search: Search | Tuning | None = None,
+        left: int | None = None,
     ) -> tuple[State, dict[str, jax.Array], Execution]:
         """Take a step for each batch, and return the new state, the metrics, and the execution.
 
         Args:
           state: the state before the step.
           batches: as for `Trainer.step`; several need to be `alike`.
-          execution: the execution of an earlier step, used again if the settings of the trainer allow it.
+          execution: the execution of a step of an earlier run, used again if the settings of the trainer allow it.
           donate: whether the step reuses the memory of `state`.
-          aloud: whether to print what is being measured.
+          search: the search that the run follows, or the results of that of an earlier run, from which a new one goes
+            on; None for the search of the kind of these inputs.
+          left: the number of steps of the run from here on, if known.
         """
         inputs = StepInputs(state, *self.arguments(batches[0], state._size))
         layout = self.executor.layout
@@ -135,14 +141,70 @@ class Stepper:
             kind = inputs.kind
             if kind not in self._checked_splits and check_split(self._step, layout, inputs):
                 self._checked_splits.add(kind)
-        # After the checks, since choosing compiles and may measure for seconds.
-        execution = self.choose(inputs, execution, donate, aloud)
         if donate:
             inputs = inputs._replace(arguments=copied(inputs.arguments))
         if len(batches) > 1:
             inputs = inputs._replace(more=tuple(self.arguments(batch, state._size)[0] for batch in batches[1:]))
-        after, metrics = self.executor.execute(execution, inputs, donate)
+        asked, fixed = self._asked, None
+        if asked.strategy != "auto" or asked.chunk_size is not None:
+            fixed = asked._replace(strategy="vmap") if asked.strategy == "auto" else asked
+            if asked == Execution("vmap") and execution is not None and execution.strategy == "vmap":
+                fixed = execution  # a resumed run keeps its chunks
+        elif execution is not None and self._fits(inputs, donate, execution):
+            fixed = execution  # a resumed run repeats its execution, since another one rounds differently
+        if fixed is None:
+            found = search if isinstance(search, Search) else self._search_for(inputs, donate, search)
+            if isinstance(found, Search):
+                return self._follow(found, inputs, donate, left)
+            fixed = found
+        fixed = self._fitting(inputs, donate, fixed)
+        return *self.executor.execute(fixed, inputs, donate), fixed
+
+    def _follow(
+        self, search: Search, inputs: StepInputs, donate: bool, left: int | None
+    ) -> tuple[State, dict[str, jax.Array], Execution]:
+        """Take a step with the execution that a search wants next, and report it."""
+        self.search, steps = search, len(inputs.batches)
+        if search.is_new:
+            return self._first(search, inputs, donate)
+        if search.size != inputs.size:
+            search.stop("members left the run")
+        execution = search.next(steps, left, partial(self.executor.lower, inputs, donate))
+        if search.block is None:
+            execution = self._fitting(inputs, donate, execution)
+            after, metrics = self.executor.execute(execution, inputs, donate)
+        else:
+            if search.starts_block():
+                jax.block_until_ready((inputs.state, inputs.batches))
+                search.begin()
+            try:
+                after, metrics = self.executor.execute(execution, inputs, donate)
+                if search.ends_block(steps):
+                    jax.block_until_ready((after, metrics))
+            except Exception as error:
+                if execution == search.best or _is_deleted(inputs.state):
+                    raise
+                search.failed(error)
+                return self._follow(search, inputs, donate, left)
+        search.took(steps)
         return after, metrics, execution
+
+    def _first(self, search: Search, inputs: StepInputs, donate: bool) -> tuple[State, dict[str, jax.Array], Execution]:
+        """Take the first step with the execution of the rule, or with another one if that fails."""
+        start, first, others = time.perf_counter(), None, search.others()
+        while True:
+            try:
+                execution = self._fitting(inputs, donate, search.best)
+                after, metrics = self.executor.execute(execution, inputs, donate)
+                jax.block_until_ready((after, metrics))
+            except Exception as error:  # such as an operation that cannot be batched
+                first = first or error
+                if _is_deleted(inputs.state) or (instead := next(others, None)) is None:
+                    raise first from None
+                search.instead(instead, error)
+            else:
+                search.first(execution, time.perf_counter() - start)
+                return after, metrics, execution
 
     def alike(self, batches: Sequence[Any]) -> bool:
         """Return whether several batches have one structure, shapes and dtypes, and can be part of one program."""
@@ -152,22 +214,10 @@ class Stepper:
         ]
         return all(kind == kinds[0] for kind in kinds[1:])
 
-    def choose(self, inputs: StepInputs, earlier: Execution | None, donate: bool, aloud: bool) -> Execution:
-        """Return the execution of a step: as requested, else as in an earlier step, else the fastest."""
-        asked = self._asked.strategy
-        if self._asked.chunk_size is not None:
-            chosen = self._asked._replace(strategy="vmap")
-        elif asked not in ("auto", "vmap"):
-            chosen = self._asked
-        elif earlier and asked in ("auto", earlier.strategy) and self._fits(inputs, donate, earlier):
-            # A resumed run keeps its execution, since another one rounds differently.
-            chosen = earlier
-        elif asked == "auto":
-            chosen = self._quickest(inputs, donate, aloud)
-        else:
-            chosen = Execution("vmap") if self._budget is None else self._largest_chunk(inputs, donate)
-        chosen = self._possible(inputs, chosen)
-        return chosen if self._fits(inputs, donate, chosen) else self._largest_chunk(inputs, donate)
+    def _fitting(self, inputs: StepInputs, donate: bool, execution: Execution) -> Execution:
+        """Return an execution, or its replacement where it is not possible or does not fit into the budget."""
+        possible = self._possible(inputs, execution)
+        return possible if self._fits(inputs, donate, possible) else self._largest_chunk(inputs, donate)
 
     def _possible(self, inputs: StepInputs, chosen: Execution) -> Execution:
         """Return an execution, or its replacement in a trace, on a mesh, or on a machine with fewer devices."""
@@ -184,51 +234,50 @@ class Stepper:
             chosen = chosen._replace(devices=1)
         return chosen
 
-    def _quickest(self, inputs: StepInputs, donate: bool, aloud: bool) -> Execution:
-        """Return the execution that "auto" chooses, determined once for each kind of model and batch."""
+    def _search_for(self, inputs: StepInputs, donate: bool, earlier: Tuning | None = None) -> Search | Execution:
+        """Return the search for a kind of model and batch; an execution where nothing can be tried."""
         kind = donate, inputs.kind
-        if kind in self._chosen:
-            return self._chosen[kind]
-        layout, jaxpr, traced = self.executor.layout, self.executor.member_program(inputs), inputs.is_traced
+        if kind in self._searches and earlier is None:
+            search = self._searches[kind]
+            return search.best if inputs.is_traced else search
+        layout, jaxpr = self.executor.layout, self.executor.member_program(inputs)
+        rule = by_rule(jaxpr, jax.default_backend())
         # Nothing can be timed inside a trace. Several processes would measure different times and choose differently.
-        # A measurement would repeat side effects; naming a mesh axis counts as an effect in JAX, but is harmless.
-        alone = layout is None or layout.in_one_process
-        effects = [effect for effect in jaxpr.effects if type(effect).__name__ != "NamedAxisEffect"]
-        tuning = None
-        if not traced and alone and self._seconds and not effects:
-            tuning = self._tuned(jaxpr, inputs, donate, aloud)
-        if tuning is None:
-            chosen = Execution("loop" if in_turn(jaxpr, jax.default_backend()) else "vmap")
-        else:
-            self.tuning, chosen = tuning, tuning.chosen
-        if not traced:  # not stored for a traced step, so that a later untraced step measures
-            self._chosen[kind] = chosen
-        return chosen
+        if inputs.is_traced or not self._seconds or not (layout is None or layout.in_one_process):
+            return rule if earlier is None else earlier.chosen
+        key = self._fingerprint(jaxpr, inputs, donate)
+        where = f"{inputs.size} × {inputs.state._structure!r} on {jax.devices()[0].device_kind}"
+        known = earlier or recall(key, self._cache) or Tuning(rule, (), where, 0.0)
+        sizes = inputs.size, self._members_per_device(inputs)
+        self._searches[kind] = Search(
+            known,
+            self._candidates(rule, has_convolution(jaxpr), sizes[1]),
+            sizes,
+            self._seconds,
+            self._budget,
+            partial(remember, key, directory=self._cache),
+        )
+        return self._searches[kind]
 
-    def _tuned(self, jaxpr: Jaxpr, inputs: StepInputs, donate: bool, aloud: bool) -> Tuning | None:
-        """Return the measurements of a program, new or cached; None if every candidate fails at run time."""
-        layout, size = self.executor.layout, inputs.size
+    def _fingerprint(self, jaxpr: Jaxpr, inputs: StepInputs, donate: bool) -> str:
+        layout = self.executor.layout
         on_mesh = None if layout is None else tuple(layout.mesh.shape.items())
-        devices = len(jax.local_devices()) if on_mesh is None and jax.default_backend() == "cpu" else 1
-        # The key includes the seconds: a search with less time must not answer for one with more.
-        key = fingerprint(jaxpr, size, inputs.axes, self._budget, self._seconds, on_mesh, devices, donate)
-        tuning = recall(key, self._cache)
-        if tuning is None:
-            tuning = tune(
-                partial(self.executor.temporaries, inputs, donate),
-                partial(self.executor.seconds, inputs, donate),
-                size=self._members_per_device(inputs),
-                looped=layout is None,
-                devices=min(devices, size),
-                convolutions=has_convolution(jaxpr),
-                seconds=self._seconds,
-                budget=self._budget,
-                where=f"{size} × {inputs.state._structure!r} on {jax.devices()[0].device_kind}",
-                aloud=aloud,
-            )
-            if tuning is not None:
-                remember(key, tuning, self._cache)
-        return tuning
+        steps = len(inputs.batches)
+        return fingerprint(jaxpr, inputs.size, inputs.axes, self._budget, on_mesh, len(jax.local_devices()), donate, steps)
+
+    def _candidates(self, rule: Execution, convolutions: bool, members: int) -> list[Execution]:
+        """Return the executions that may be faster than that of the rule, the most promising first."""
+        on_mesh, spread = self.executor.layout is not None, 1
+        if not on_mesh and jax.default_backend() == "cpu":
+            spread = min(len(jax.local_devices()), members)
+        found = [rule._replace(strategy=x, devices=spread) for x in ("vmap", "map", "unroll")] if spread > 1 else []
+        # By what was fastest for networks of several kinds; unrolled programs take the longest to compile.
+        found += [rule._replace(strategy=x) for x in (() if on_mesh else ("loop",))]
+        found += [rule._replace(strategy="map"), chunk_of(members, members // 4, rule), rule._replace(strategy="vmap")]
+        found += [rule._replace(strategy="unroll")]
+        if convolutions:
+            found += [Execution(x, products=not rule.products) for x in (("vmap",) if on_mesh else ("loop", "vmap"))]
+        return [one for one in dict.fromkeys(found) if one is not None and one != rule]
 
     def _members_per_device(self, inputs: StepInputs) -> int:
         layout, size = self.executor.layout, inputs.size
@@ -248,15 +297,20 @@ class Stepper:
     def _largest_chunk(self, inputs: StepInputs, donate: bool) -> Execution:
         """Return the largest chunk for "vmap" whose temporaries fit into the budget."""
         kind, members = ("chunk", donate, inputs.kind), self._members_per_device(inputs)
-        if kind not in self._chosen:
+        if kind not in self._chunks:
             assert self._budget is not None  # otherwise everything fits
 
             def of_chunk(chunk: int) -> Execution:
                 return Execution("vmap", None if chunk == members else chunk)
 
             found = largest_chunk("Trainer", lambda n: self._need(inputs, donate, of_chunk(n)), members, self._budget)
-            self._chosen[kind] = of_chunk(found)
-        return self._chosen[kind]
+            self._chunks[kind] = of_chunk(found)
+        return self._chunks[kind]
+
+
+def _is_deleted(state: State) -> bool:
+    """Return whether a failed step has used up the memory of its state."""
+    return any(x.is_deleted() for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
 
 
 def copied(batch: Any) -> Any:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+import jax
 import numpy as np
 from tqdm import tqdm
 
@@ -19,7 +22,9 @@ from ...transforms._runs.data import as_arrays
 from ...transforms._runs.history import Recorder, recorded
 from ...transforms._runs.identity import Identity, check_same_run, in_a_run
 from ...transforms._runs.run_directory import RunDirectory
+from .._execution.autotune import Tuning
 from .._execution.forms import State
+from .._execution.search import Search
 from .._execution.stepper import Stepper
 from .._members.sharding import everywhere
 from .._members.strategy import Execution
@@ -28,6 +33,10 @@ from .._step.state import TrainState
 from .checkpoint import read_run, write_state
 from .early_stopping import EarlyStopping, Restarts, Watch, members_in_words
 from .identity import check_program, parts_of
+from .schedule import Schedule
+
+# The seconds after which a user is told that the first step is being compiled.
+_LONG = 5.0
 
 
 class Callback(Protocol):
@@ -98,10 +107,16 @@ class Run:
     recorder: Recorder
     store: RunDirectory | None
     callbacks: Sequence[Callback]
-    execution: Execution | None
+    schedule: Schedule
     taken: int
+    target: int | None = None
     identity: Identity | None = None
     saved: int = -1
+    execution: Execution | None = None
+    search: Search | Tuning | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.search = self.schedule.known
 
     def advance(self, state: State, batches: list[Any]) -> tuple[State, Report]:
         """Take a step for each batch, then stop or restart members; return the new state and the report."""
@@ -112,15 +127,32 @@ class Run:
             batches = [watch.batch(arguments, broadcast_axes(axes, arguments)) for arguments, axes in given]
         if self.identity is not None and not self.identity.program_is_known:
             check_program(self.identity, self.stepper, state, batches[0])
-        after, metrics, self.execution = self.stepper.advance(
-            state, batches, self.execution, donate=True, aloud=watch.aloud
-        )
+        after, metrics = self._step(state, batches)
         self.taken += len(batches)
         active = watch.active
         after, found = watch.after(self.taken, after)
         if self.stepper.executor.layout is not None:
             metrics = everywhere(metrics)
         return after, Report(metrics, found, active, len(batches))
+
+    def _step(self, state: State, batches: list[Any]) -> tuple[State, dict[str, jax.Array]]:
+        """Take the steps with the execution of an earlier run, or else with that which the search wants."""
+        earlier = self.schedule.at(self.taken)
+        left = None if self.target is None else self.target - self.taken
+        options: dict[str, Any] = {"donate": True, "search": self.search, "left": left}
+        if self.execution is not None:
+            after, metrics, self.execution = self.stepper.advance(state, batches, earlier, **options)
+        else:
+            with _told_of("Trainer.fit: compiling the first step ..."):
+                after, metrics, self.execution = self.stepper.advance(state, batches, earlier, **options)
+        if earlier is None and not isinstance(self.search, Search) and (search := self.stepper.search) is not None:
+            self.search, search.listener = search, self._change
+            self._change([(0, search.best)])
+        return after, metrics
+
+    def _change(self, plan: list[tuple[int, Execution]]) -> None:
+        assert isinstance(self.search, Search)
+        self.schedule.change(self.taken, plan, self.search.known)
 
     def record(self, last: int, report: Report) -> None:
         """Record steps up to the `last`, whose metrics are computed."""
@@ -176,7 +208,8 @@ class Run:
             return
         self.saved = step
         assert self.identity is not None
-        about = {**self.stepper.settings(self.execution), **self.identity.manifest()}
+        execution = self.search.best if isinstance(self.search, Search) else self.execution
+        about = {**self.stepper.settings(execution), **self.identity.manifest()}
         more = self.watch.parts(step, full)
         self.store.write(step, lambda path: write_state("Trainer.fit", path, full, about, self.recorder.arrays(), more))
 
@@ -184,6 +217,10 @@ class Run:
         """Return the final state of all members; warn of non-finite parameters, and of a run that ended early."""
         watch, aloud = self.watch, self.watch.aloud
         last = watch.all_members(ended)
+        if isinstance(self.search, Search):
+            self.search.pause()
+            if aloud:
+                tqdm.write(f'strategy="auto" used {self.search.known.summary()}.', file=sys.stderr)
         # Steps after the last member had stopped are not counted.
         step = int(last.step)
         if self.stepper.freezes and step > watch.start and (nonfinite := watch.nonfinite(given, last)).size:
@@ -205,6 +242,19 @@ class Run:
             elif aloud:  # expected with early stopping, so it is printed, not a warning
                 tqdm.write(ends.capitalize(), file=sys.stderr)
         return last
+
+
+@contextmanager
+def _told_of(text: str) -> Iterator[None]:
+    """Print a text, with and without a progress bar, if the body takes long."""
+    timer = threading.Timer(_LONG, tqdm.write, (text,), {"file": sys.stderr})
+    timer.daemon = True
+    if jax.process_index() == 0:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def columns(stepper: Stepper, state: TrainState) -> dict[str, list[float]]:

@@ -38,6 +38,7 @@ from .batches import check_source
 from .early_stopping import EarlyStopping, Restarts, Watch
 from .fit import Callback, Run, check_watched, columns, loss_range, resumed
 from .identity import check_program, identify
+from .schedule import Schedule
 
 Nonfinite = Literal["freeze", "ignore"]
 
@@ -351,7 +352,8 @@ class Trainer:
         if together > 1:
             source = map(copied, map(partial(as_arrays, "Trainer.fit", "batch"), source))
         recorder = Recorder(history_every, recorded)
-        steps_of_run = Run(self._stepper, watch, recorder, store, callbacks, execution, step, identity)
+        schedule = Schedule(None if store is None else store.directory, execution)
+        steps_of_run = Run(self._stepper, watch, recorder, store, callbacks, schedule, step, target, identity)
         first: State = watch.begin(jax.tree.map(jnp.copy, begin), watched)
         ended, _, interrupted = run(
             first,
@@ -385,15 +387,18 @@ class Trainer:
             self._optimizer.check_state(api, opt_state, trainable)
 
     def explain(self) -> Tuning | None:
-        """Print the latest measurements of "auto", and its choice.
+        """Print what "auto" uses, what it has compared, and what it has not tried, with the reasons.
 
         Returns:
-          The same as an object with `candidates`, `chosen`, `where` and `seconds`; None if nothing was measured, for
-          example with a fixed strategy.
+          The same as an object with `candidates`, `chosen`, `where` and `seconds`; None if nothing is tried, for
+          example with a fixed strategy. `Trainer(..., strategy=found.chosen)` uses the chosen execution from the first
+          step on, and tries no other.
         """
         nothing = (
-            'Nothing was measured: strategy="auto" measures at the first step, unless that is traced, tune_seconds '
-            "is 0, the loss has side effects, or the mesh spans several processes."
+            'Nothing is tried: strategy="auto" needs a step that is not traced, tune_seconds above 0, and a mesh within '
+            "one process."
         )
-        print(self._stepper.tuning or nothing)  # noqa: T201 (printing is the purpose of this method)
-        return self._stepper.tuning
+        search = self._stepper.search
+        found = None if search is None else search.known
+        print(found or nothing)  # noqa: T201 (printing is the purpose of this method)
+        return found

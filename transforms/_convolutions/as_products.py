@@ -56,6 +56,14 @@ def has_convolution(jaxpr: Jaxpr) -> bool:
     return any(eqn.primitive.name == "conv_general_dilated" for eqn in with_inner(jaxpr.eqns))
 
 
+def largest_convolution(jaxpr: Jaxpr) -> float:
+    """Return the bytes of the largest result of a convolution, at any depth; infinity if one is not rewritten."""
+    found = [eqn for eqn in with_inner(jaxpr.eqns) if eqn.primitive.name == "conv_general_dilated"]
+    out = [aval(eqn.outvars[0]) for eqn in found]
+    sizes = [math.prod(x.shape) * x.dtype.itemsize for x in out]
+    return max(sizes, default=0.0) if all(map(_is_rewritten, found)) else math.inf
+
+
 @dataclass(frozen=True)
 class _Permuted:
     """An array with its axes in another order: axis i of `array` is axis `order[i]` of the array in the program."""
@@ -164,6 +172,14 @@ class _Convolution:
         return lax.pad(x, jnp.zeros((), x.dtype), config) if any(map(any, config)) else x
 
 
+def _is_rewritten(eqn: JaxprEqn) -> bool:
+    """Return whether a convolution becomes a product: not if it is empty, or has too many positions."""
+    of = _Convolution(eqn)
+    lhs_shape, rhs_shape = (aval(x).shape for x in eqn.invars)
+    positions, results = math.prod(rhs_shape[i] for i in of.window), math.prod(of.sizes)
+    return 0 not in (*lhs_shape, *rhs_shape, results) and min(positions, results) <= _MOST_SLICES
+
+
 def convolved(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
     """Return a convolution as a product; None if it is empty, or window and result both have too many positions.
 
@@ -171,11 +187,11 @@ def convolved(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
     uses the input as it is and copies the result once for each window position. By results: for the gradient of
     weights, where the "window" is an image and the result is as small as a kernel.
     """
+    if not _is_rewritten(eqn):
+        return None
     of = _Convolution(eqn)
     lhs_shape, rhs_shape = (aval(x).shape for x in eqn.invars)
     positions, results = math.prod(rhs_shape[i] for i in of.window), math.prod(of.sizes)
-    if 0 in (*lhs_shape, *rhs_shape, results) or min(positions, results) > _MOST_SLICES:
-        return None
     # The elements that each kind materializes besides its operands, for one window position and one example.
     patches = results * lhs_shape[of.channels]
     parts = math.prod(lhs_shape[i] for i in of.places) * rhs_shape[of.features]

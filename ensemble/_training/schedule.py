@@ -1,0 +1,66 @@
+"""`Schedule`: which execution each step of a run used, kept in its directory, so that a resumed run repeats them.
+
+`strategy="auto"` changes the execution while a run goes on, at steps that depend on measured times, and executions round
+differently. So every change is written to the directory before the steps that follow it.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from ...transforms._runs.atomic_write import write_atomically
+from .._execution.autotune import Tuning, tuning_of
+from .._members.strategy import Execution
+
+_NAME = "executions.json"
+
+
+class Schedule:
+    """The executions of the steps of a run.
+
+    Args:
+      directory: the directory of the run; None keeps the schedule in memory.
+      last: the execution of the checkpoint from which the run goes on; None for a new run.
+
+    Attributes:
+      known: the results of the search of the run so far; None if it has none, or may not go on with it.
+    """
+
+    def __init__(self, directory: Path | None, last: Execution | None) -> None:
+        self._path = None if directory is None else directory / _NAME
+        self._changes: list[tuple[int, Execution]] = []
+        self._last, self.known = last, None
+        if self._path is not None and last is not None:
+            # Without the file, or with a damaged one, the run keeps the execution of the checkpoint.
+            with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+                read = json.loads(self._path.read_text())
+                changes = [(int(step), Execution(*one)) for step, one in read["changes"]]
+                known = tuning_of(read["known"])
+                self._changes, self.known = changes, replace(known, chosen=changes[-1][1])
+                self._last = None
+
+    def at(self, step: int) -> Execution | None:
+        """Return the execution with which a run that is repeated took the step after `step`; None for a new step."""
+        before = [execution for start, execution in self._changes[:-1] if start <= step]
+        return before[-1] if before and step < self._changes[-1][0] else self._last
+
+    def change(self, step: int, plan: list[tuple[int, Execution]], known: Tuning) -> None:
+        """Write what follows from a step on.
+
+        Args:
+          step: the number of steps that were taken.
+          plan: pairs of a number of steps from there and the execution that follows.
+          known: the results of the search so far.
+        """
+        planned = [(step + ahead, execution) for ahead, execution in plan]
+        self._changes = [one for one in self._changes if one[0] < step] + planned
+        if self._path is None:
+            return
+        text = json.dumps({"changes": self._changes, "known": asdict(known)})
+        # On a full disk the run goes on, as without the checkpoint that cannot be written either.
+        with suppress(OSError):
+            write_atomically(self._path, [text.encode()])
