@@ -19,6 +19,8 @@ from .autotune import CandidateExecution, Tuning
 
 # The share of the time of a run so far that compiling and measuring may take together, and of its expected time.
 _SHARE, _EARLY = 0.1, 0.07
+# The rest of a run must take this many times as long as a trial.
+_PAYS = 2
 # A candidate must save at least this share of a step to replace the best one, and is left if it is this much slower.
 _GAIN, _HOPELESS = 0.03, 3.0
 # A trial alternates between the best execution and the candidate: in each round, each takes some blocks of steps of
@@ -102,6 +104,11 @@ class Search:
     def is_new(self) -> bool:
         """Return whether no step was taken yet."""
         return not self._compile_s
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether a candidate is on trial or waits for one."""
+        return bool(self._blocks or self._compiling or self._waiting) and self._check < float("inf")
 
     def others(self) -> Iterator[Execution]:
         """Return the executions with which the first step can be tried if the best one fails."""
@@ -228,7 +235,7 @@ class Search:
                 self._why[execution] = "the trials before it have used up tune_seconds"
             elif cost > most:
                 self._why[execution] = "its trial would take more than a tenth of the run"
-            elif 2 * cost > ahead:
+            elif _PAYS * cost > ahead:
                 self._why[execution] = "the rest of the run is too short to pay for its trial"
             else:
                 self._waiting.remove(execution)

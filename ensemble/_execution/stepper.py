@@ -224,8 +224,9 @@ class Stepper:
         if chosen == Execution("vmap", chosen.chunk_size):
             return chosen  # the common case, handled early because `is_traced` visits all arrays of the state
         on_mesh = self.executor.layout is not None
-        if traced := inputs.is_traced:  # part of one program on one device
-            chosen = chosen._replace(products=False, devices=1)
+        if traced := inputs.is_traced:  # part of one program on one device, which may be differentiated
+            # XLA is slow at convolutions that are batched or in a loop, so without products the members take turns.
+            chosen = Execution("loop") if chosen.products else chosen._replace(devices=1)
         if chosen.strategy == "loop" and (traced or on_mesh):
             # Unrolled, with a copy of the step for each member; "auto" uses a compiled loop for many members.
             many = self._asked.strategy == "auto" and self._members_per_device(inputs) > _MOST_COPIES

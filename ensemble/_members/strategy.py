@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jax.extend.core import Jaxpr
 
 from ...transforms._calls.chunk import map_in_chunks
 from ...transforms._convolutions.as_products import convolutions_as_products, has_convolution, largest_convolution
+from ...transforms._core.arguments import check_choice, check_count
 from ...transforms._core.axes import Axes, broadcast_axes
 from ...transforms._models.stacking import stack
 from .rows import where_rows
@@ -29,7 +30,7 @@ _SMALL = 1 << 17
 
 
 class Execution(NamedTuple):
-    """A way to execute the members.
+    """A way to execute the members, for `Trainer(strategy=)`.
 
     Attributes:
       strategy: "vmap", "map", "unroll" or "loop".
@@ -42,6 +43,14 @@ class Execution(NamedTuple):
     chunk_size: int | None = None
     products: bool = False
     devices: int = 1
+
+    def check(self, name: str) -> None:
+        """Raise a ValueError if an execution that a user made does not exist."""
+        check_choice(name, "strategy", self.strategy, get_args(Strategy)[1:])
+        check_count(name, "chunk_size", self.chunk_size, optional=True)
+        check_count(name, "devices", self.devices)
+        if self.chunk_size is not None and self.strategy != "vmap":
+            raise ValueError(f'{name}: chunk_size needs strategy="vmap", but the strategy is {self.strategy!r}.')
 
     def __str__(self) -> str:
         words = (

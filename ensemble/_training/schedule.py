@@ -33,6 +33,7 @@ class Schedule:
     def __init__(self, directory: Path | None, last: Execution | None) -> None:
         self._path = None if directory is None else directory / _NAME
         self._changes: list[tuple[int, Execution]] = []
+        self._repeated: list[tuple[int, Execution]] = []
         self._last, self.known = last, None
         if self._path is not None and last is not None:
             # Without the file, or with a damaged one, the run keeps the execution of the checkpoint.
@@ -40,13 +41,14 @@ class Schedule:
                 read = json.loads(self._path.read_text())
                 changes = [(int(step), Execution(*one)) for step, one in read["changes"]]
                 known = tuning_of(read["known"])
-                self._changes, self.known = changes, replace(known, chosen=changes[-1][1])
-                self._last = None
+                self._changes = self._repeated = changes
+                self._last, self.known = None, replace(known, chosen=changes[-1][1])
 
     def at(self, step: int) -> Execution | None:
         """Return the execution with which a run that is repeated took the step after `step`; None for a new step."""
-        before = [execution for start, execution in self._changes[:-1] if start <= step]
-        return before[-1] if before and step < self._changes[-1][0] else self._last
+        if not self._repeated or step >= self._repeated[-1][0]:
+            return self._last
+        return next(execution for start, execution in reversed(self._repeated) if start <= step)
 
     def change(self, step: int, plan: list[tuple[int, Execution]], known: Tuning) -> None:
         """Write what follows from a step on.

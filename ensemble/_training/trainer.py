@@ -124,7 +124,7 @@ class Trainer:
         hyperparams: Mapping[str, Any] | None = None,
         in_axes: Axes = None,
         grad_fn: Callable[..., Any] | None = None,
-        strategy: Strategy = "auto",
+        strategy: Strategy | Execution = "auto",
         chunk_size: int | None = None,
         memory_budget: int | str | None = None,
         mesh: Any = None,
@@ -136,7 +136,11 @@ class Trainer:
         if grad_fn is not None:
             check_callable("Trainer", grad_fn, "grad_fn")
         self._in_axes = check_in_axes("Trainer", in_axes)
-        check_choice("Trainer", "strategy", strategy, get_args(Strategy))
+        execution = strategy if isinstance(strategy, Execution) else None
+        if execution is not None:
+            execution.check("Trainer: strategy")
+        else:
+            check_choice("Trainer", "strategy", strategy, get_args(Strategy))
         check_count("Trainer", "chunk_size", chunk_size, optional=True)
         budget = check_budget("Trainer", memory_budget, chunk_size)
         for name, value in (("chunk_size", chunk_size), ("memory_budget", memory_budget)):
@@ -156,7 +160,8 @@ class Trainer:
         check_choice("Trainer", "nonfinite", nonfinite, get_args(Nonfinite))
         self._step = MemberStep(member_loss, grad_fn, self._optimizer, nonfinite == "freeze")
         cache = None if tune_cache is None else Path(tune_cache).resolve()
-        asked = Execution(strategy, None if chunk_size is None else int(chunk_size))  # checkpoints hold it as JSON
+        # Checkpoints hold the chunk size as JSON.
+        asked = execution or Execution(strategy, None if chunk_size is None else int(chunk_size))
         self._latest: Callable[[], Any] = lambda: None  # a weak reference to the state that `step` returned last
         self._stepper = Stepper(self._step, self._layout, in_axes, asked, budget, tune_seconds, cache)
 

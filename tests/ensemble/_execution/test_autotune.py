@@ -1,11 +1,9 @@
-"""`strategy="auto"`: measuring, choosing and remembering an execution."""
+"""`strategy="auto"` in a trainer: what it starts with, tries, remembers and repeats."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable
-from functools import partial
+import shutil
 from typing import Any
 
 import equinox as eqx
@@ -18,152 +16,11 @@ from flax import linen
 from jax import lax
 
 from plurax.ensemble import Ensemble, Trainer
-from plurax.ensemble._execution import autotune
-from plurax.ensemble._execution.autotune import tune
-from plurax.ensemble._execution.executor import StepInputs
+from plurax.ensemble._execution import autotune, search
+from plurax.ensemble._execution.executor import Executor, StepInputs
 from plurax.ensemble._members.strategy import Execution
 
-VMAP, MAP, UNROLL, LOOP = (Execution(name) for name in ("vmap", "map", "unroll", "loop"))
-
-
-def made_up(seconds: Callable[[Execution], float], bytes_: Callable[[Execution], int] = lambda _: 100) -> Any:
-    """Return mock measurements with given time and memory, and a count of the steps."""
-    steps: dict[Execution, int] = {}
-
-    def seconds_of(execution: Execution, count: int) -> float:
-        steps[execution] = steps.get(execution, 0) + count
-        return seconds(execution)
-
-    return (bytes_, seconds_of), steps
-
-
-def search(trial: Any, **options: Any) -> Any:
-    return tune(
-        *trial, **{"size": 8, "convolutions": False, "seconds": 5.0, "budget": None, "where": "here", **options}
-    )
-
-
-class Test_the_search:
-    @pytest.mark.parametrize("best", [VMAP, MAP, UNROLL, LOOP, Execution("vmap", 2)], ids=str)
-    def test_the_quickest_is_chosen(self, best: Execution) -> None:
-        trial, _ = made_up(lambda execution: 0.01 if execution == best else 0.02)
-        assert search(trial).chosen == best
-
-    def of_products(self, quicker: bool, execution: Execution) -> float:
-        return 0.01 if execution.products is quicker else 0.02
-
-    def test_convolutions_are_products_where_that_is_quicker_for_one_member(self) -> None:
-        for products in (True, False):
-            trial, steps = made_up(partial(self.of_products, products))
-            found = search(trial, convolutions=True)
-            assert found.chosen.products is products
-            assert {one.products for one in steps if one.strategy == "vmap"} == {products}
-        trial, steps = made_up(lambda _: 0.01)
-        search(trial)
-        assert not any(one.products for one in steps)
-
-    def test_chunks_become_smaller_while_that_is_quicker(self) -> None:
-        trial, steps = made_up(lambda one: 0.01 + abs(math.log((one.chunk_size or 1000) / 16)) / 100)
-        assert search(trial, size=1000).chosen == Execution("vmap", 15)
-        assert list(dict.fromkeys(one.chunk_size for one in steps if one.strategy == "vmap")) == [None, 250, 59, 15, 3]
-
-    def test_what_does_not_fit_is_dropped(self) -> None:
-        need = lambda one: {"vmap": 100 * (one.chunk_size or 64), "loop": 10}.get(one.strategy, 5000)
-        trial, steps = made_up(lambda one: {16: 0.01, 4: 0.015}.get(one.chunk_size or 0, 0.02), need)
-        found = search(trial, size=64, budget=2000)
-        assert found.chosen == Execution("vmap", 16)
-        assert set(steps) == {LOOP, Execution("vmap", 16), Execution("vmap", 4)}
-        assert {one.note for one in found.candidates if one.ms is None} == {"over the memory budget"}
-        with pytest.raises(
-            ValueError, match="no execution fits into memory_budget=5 B: the smallest found is 10 B, for loo"
-        ):
-            search(trial, size=64, budget=5)
-
-        def one_fails(execution: Execution) -> int:
-            if execution.strategy == "map":
-                raise NotImplementedError("no rule")
-            return need(execution)
-
-        with pytest.raises(ValueError, match="memory_budget=5 B: the smallest found is 10 B, for loop"):
-            search((one_fails, trial[1]), size=64, budget=5)
-
-    def test_long_compilations_of_unrolled_members_are_avoided(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        now = iter(range(1000))
-        monkeypatch.setattr(autotune.time, "perf_counter", lambda: float(next(now)))
-        trial, steps = made_up(lambda _: 0.01)
-        found = search(trial, size=64)
-        assert UNROLL not in steps
-        assert [one.note for one in found.candidates if one.execution == UNROLL] == ["about 64 s to compile"]
-
-    def test_several_devices(self) -> None:
-        trial, _ = made_up(lambda one: 0.01 / one.devices if one.strategy == "map" else 0.02)
-        assert search(trial, devices=2).chosen == Execution("map", devices=2)
-
-    def test_on_a_mesh_there_is_no_loop(self) -> None:
-        trial, steps = made_up(lambda _: 0.01)
-        search(trial, looped=False)
-        assert LOOP not in steps
-
-    @pytest.mark.parametrize("step", [0.001, 0.1, 3.0])
-    def test_the_time_limit_is_kept(self, step: float) -> None:
-        """Except for the step in progress, and one step of the first candidate."""
-        trial, steps = made_up(lambda _: step)
-        found = search(trial)
-        assert found.seconds <= 5 + step
-        assert found.seconds == pytest.approx(step * sum(steps.values()))
-        if step == 3:
-            assert "no time was left" in {one.note for one in found.candidates}
-
-    def test_one_odd_step_does_not_decide(self) -> None:
-        """The first step after compiling is slow, and an occasional later one."""
-        count = {VMAP: 0}
-
-        def seconds(execution: Execution) -> float:
-            if execution != VMAP:
-                return 0.012
-            count[VMAP] += 1
-            return 0.1 if count[VMAP] in (1, 3) else 0.01
-
-        assert search(made_up(seconds)[0]).chosen == VMAP
-
-    def test_what_fails_is_no_candidate_unless_all_do(self) -> None:
-        trial, _ = made_up(lambda _: 0.01)
-
-        def failing(execution: Execution) -> int:
-            if execution.strategy != "map":
-                raise NotImplementedError("no batching rule")
-            return 100
-
-        found = search((failing, trial[1]))
-        assert found.chosen == MAP
-        assert "fails: NotImplementedError" in str(found)
-
-        def fail(_: Execution) -> int:
-            raise NotImplementedError("no batching rule")
-
-        with pytest.raises(NotImplementedError, match="no batching rule"):
-            search((fail, trial[1]))
-
-    def test_of_two_equally_fast_candidates_the_smaller_is_chosen(self) -> None:
-        trial, _ = made_up(
-            lambda one: {VMAP: 0.0100, MAP: 0.0102, LOOP: 0.011}.get(one, 0.02), lambda one: 100 * len(str(one))
-        )
-        found = search(trial)
-        assert found.chosen == MAP
-
-    def test_the_rule_applies_when_no_candidate_fits_memory(self) -> None:
-        def fail(*_: Any) -> float:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
-
-        assert search((lambda _: 100, fail)) is None
-
-    def test_the_table(self) -> None:
-        trial, _ = made_up(lambda one: 0.01 if one == MAP else 0.02, lambda _: 3 * 2**20)
-        lines = str(search(trial)).splitlines()
-        assert lines[0].startswith("here, measured in ")
-        assert lines[1].split() == ["ms", "temporaries", "compile", "(s)"]
-        assert lines[2].split() == ["map", "10", "3", "MiB", "0.00", "chosen"]
-        assert len(lines) == 2 + 5
+VMAP = Execution("vmap")
 
 
 @pytest.fixture
@@ -173,75 +30,155 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return the list of all measurements made so far."""
-    found: list[Any] = []
-
-    def measure(*args: Any, **kwargs: Any) -> Any:
-        found.append(tune(*args, **kwargs))
-        return found[-1]
-
-    monkeypatch.setattr("plurax.ensemble._execution.stepper.tune", measure)
-    return found
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every trial pay, so that a short run tries all candidates, in short blocks."""
+    for name, value in {"_SHARE": 1e9, "_PAYS": 0, "_SECONDS": 1e-3, "_SLACK": (1e9, 1e9), "_HOPELESS": 1e9}.items():
+        monkeypatch.setattr(search, name, value)
+    # Wait for each compilation, during which a short run would end.
+    waiting = property(lambda one: one._thread is None or one._thread.join() is None)
+    monkeypatch.setattr(search._Compilation, "done", waiting)
 
 
-@pytest.mark.usefixtures("forgotten")
+def tried(trainer: Trainer) -> set[str]:
+    """Return the executions that were measured."""
+    found = trainer.explain()
+    assert found is not None
+    return {str(one.execution) for one in found.candidates if one.ms is not None}
+
+
+@pytest.mark.usefixtures("forgotten", "eager")
 class Test_a_trainer:
-    def train(self, make: Any, loss: Any, batch: Any, size: int = 2, **options: Any) -> Trainer:
-        trainer = Trainer(loss, optax.sgd(0.1), **{"tune_seconds": 0.05, **options})
-        trainer.step(trainer.init(Ensemble.create(make, size, seed=0)), batch)
+    def train(self, make: Any, loss: Any, batch: Any, size: int = 2, steps: int = 400, **options: Any) -> Trainer:
+        trainer = Trainer(loss, optax.sgd(0.1), **{"tune_seconds": 1e9, **options})
+        state = trainer.init(Ensemble.create(make, size, seed=0))
+        for _ in range(steps):
+            state, _ = trainer.step(state, batch)
+            if trainer._stepper.search is None or not trainer._stepper.search.is_open:
+                break
         return trainer
 
-    def test_measures_each_kind_of_program_once(self, plain, cross_entropy, make_batches, measured) -> None:
+    def test_starts_with_the_rule_and_tries_the_others_on_later_steps(self, plain, cross_entropy, make_batches) -> None:
+        trainer = self.train(plain, cross_entropy, make_batches(1)[0], steps=1)
+        assert trainer.explain().chosen == VMAP
+        assert tried(trainer) == set()
+        trainer = self.train(plain, cross_entropy, make_batches(1)[0], 5)
+        assert tried(trainer) == {"vmap", "map", "unroll", "loop"}
+
+    def test_steps_of_a_search_are_steps_of_the_run(self, plain, create, cross_entropy, make_batches, assert_same):
+        batches = make_batches(30) * 20
+        auto, fixed = (Trainer(cross_entropy, optax.sgd(0.01), **x) for x in ({"tune_seconds": 9}, {"strategy": "vmap"}))
+        state, history = auto.fit(auto.init(create(plain, 4)), batches, progress=False)
+        assert tried(auto) == {"vmap", "map", "unroll", "loop"}
+        expected, rows = fixed.fit(fixed.init(create(plain, 4)), batches, progress=False)
+        assert_same(state, expected, tolerance=1e-4)
+        assert [row["step"] for row in history] == [row["step"] for row in rows]
+
+    def test_each_kind_of_program_is_tried_once(self, plain, cross_entropy, make_batches) -> None:
         batch, other = make_batches(1)[0], jax.tree.map(lambda x: x[:3], make_batches(1)[0])
-        self.train(plain, cross_entropy, batch)
-        self.train(plain, cross_entropy, batch)
-        assert len(measured) == 1
-        trainer = self.train(plain, cross_entropy, other)
-        assert len(measured) == 2
-        self.train(plain, cross_entropy, batch, size=3)
-        self.train(plain, lambda model, x, y: cross_entropy(model, 2 * x, y), batch)
-        assert len(measured) == 4
-        state = trainer.init(Ensemble.create(plain, 2, seed=1))
-        trainer.step(state, other)
-        assert len(measured) == 4
-        for _ in range(2):  # with a donated state, another candidate may be the quickest
-            trainer.fit(state, [other], progress=False)
-            assert len(measured) == 5
+        assert len(tried(self.train(plain, cross_entropy, batch))) == 4
+        assert len(tried(self.train(plain, cross_entropy, batch, steps=1))) == 4  # remembered in the process
+        assert not tried(self.train(plain, cross_entropy, other, steps=1))
+        assert not tried(self.train(plain, cross_entropy, batch, size=3, steps=1))
+        assert not tried(self.train(plain, lambda model, x, y: cross_entropy(model, 2 * x, y), batch, steps=1))
 
-    def test_more_time_than_before_measures_again(self, plain, cross_entropy, make_batches, measured) -> None:
-        batch = make_batches(1)[0]
-        short = self.train(plain, cross_entropy, batch, tune_seconds=1e-9)
-        assert "no time was left" in {one.note for one in short.explain().candidates}
-        long = self.train(plain, cross_entropy, batch, tune_seconds=0.5)
-        assert "no time was left" not in {one.note for one in long.explain().candidates}
-        self.train(plain, cross_entropy, batch, tune_seconds=1e-9)
-        assert len(measured) == 2
-
-    def test_remembers_in_files(self, tmp_path, plain, cross_entropy, make_batches, measured, monkeypatch) -> None:
+    def test_remembers_in_files(self, tmp_path, plain, cross_entropy, make_batches, monkeypatch) -> None:
         batch, folder = make_batches(1)[0], tmp_path / "tuned"
-        self.train(plain, cross_entropy, batch, tune_cache=folder, tune_seconds=np.float32(0.05))
+        found = self.train(plain, cross_entropy, batch, tune_cache=folder).explain()
         (file,) = folder.iterdir()
-        for content, count in ((None, 1), ("{", 2), (json.dumps({"chosen": 3}), 3)):
-            if content is not None:
-                file.write_text(content)
+        monkeypatch.setattr(autotune, "_remembered", {})
+        again = self.train(plain, cross_entropy, batch, steps=1, tune_cache=folder).explain()
+        assert [one for one in again.candidates if one.ms] == [one for one in found.candidates if one.ms]
+        assert again.chosen == found.chosen
+        for content in ("{", json.dumps({"chosen": 3}), "[]"):
+            file.write_text(content)
             monkeypatch.setattr(autotune, "_remembered", {})
-            again = self.train(plain, cross_entropy, batch, tune_cache=folder, tune_seconds=np.float32(0.05))
-            assert len(measured) == count
-            assert str(again.explain()) == str(measured[-1])
-        assert [path.name for path in folder.iterdir()] == [file.name]
+            assert not tried(self.train(plain, cross_entropy, batch, steps=1, tune_cache=folder))
 
-    def test_follows_the_rule_where_nothing_can_be_measured(self, plain, cross_entropy, make_batches, measured) -> None:
-        batch = make_batches(1)[0]
-        self.train(plain, cross_entropy, batch, tune_seconds=0)
+    def test_follows_the_rule_without_time_to_try(self, plain, convolutional, cross_entropy, make_batches) -> None:
+        trainer = self.train(plain, cross_entropy, make_batches(1)[0], tune_seconds=0)
+        assert trainer.explain() is None
+
+    def test_side_effects_happen_once_for_each_step(self, plain, cross_entropy, make_batches) -> None:
+        calls: list[float] = []
 
         def talking(model: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-            jax.debug.callback(lambda _: None, x[0, 0])
-            return cross_entropy(model, x, y)
+            loss = cross_entropy(model, x, y)
+            jax.debug.callback(lambda x: calls.append(float(x)), loss[0])
+            return loss
 
-        trainer = self.train(plain, talking, batch)
-        assert not measured
-        assert trainer.explain() is None
+        steps = 120
+        trainer = Trainer(talking, optax.sgd(0.1), tune_seconds=9)
+        state = trainer.init(Ensemble.create(plain, 2, seed=0))
+        for _ in range(steps):
+            state, _ = trainer.step(state, make_batches(1)[0])
+        jax.effects_barrier()
+        assert len(calls) == 2 * steps
+        assert len(tried(trainer)) > 1
+
+    @pytest.mark.parametrize("broken", ["vmap", "map"])
+    def test_an_execution_that_fails_is_replaced(self, plain, cross_entropy, make_batches, monkeypatch, broken) -> None:
+        execute = Executor.execute
+
+        def failing(self: Any, execution: Execution, *args: Any) -> Any:
+            if execution.strategy == broken:
+                raise NotImplementedError("no rule")
+            return execute(self, execution, *args)
+
+        monkeypatch.setattr(Executor, "execute", failing)
+        trainer = self.train(plain, cross_entropy, make_batches(1)[0], 3)
+        notes = {str(one.execution): one.note for one in trainer.explain().candidates}
+        assert notes[broken] == "fails: NotImplementedError"
+        assert broken not in tried(trainer)
+        monkeypatch.setattr(Executor, "execute", lambda *_: (_ for _ in ()).throw(NotImplementedError("no rule")))
+        with pytest.raises(NotImplementedError, match="no rule"):
+            self.train(plain, lambda model, x, y: cross_entropy(model, 3 * x, y), make_batches(1)[0], 3)
+
+    def test_the_choice_can_be_pinned(self, convolutional, create, cross_entropy, make_batches, assert_same) -> None:
+        batch = make_batches(1, features=20)[0]
+        trainer = self.train(convolutional, cross_entropy, batch, 3)
+        chosen = trainer.explain().chosen
+        for execution in (chosen, Execution("vmap", 2, products=True), Execution("map", products=True)):
+            pinned = Trainer(cross_entropy, optax.sgd(0.1), strategy=execution)
+            state = pinned.init(create(convolutional, 3))
+            assert pinned._stepper.advance(state, [batch])[2] == execution
+            expected = Trainer(cross_entropy, optax.sgd(0.1), strategy="loop").step(state, batch)[0]
+            assert_same(pinned.step(state, batch)[0], expected, tolerance=1e-5)
+        with pytest.raises(ValueError, match="chunk_size needs"):
+            Trainer(cross_entropy, optax.sgd(0.1), strategy=chosen, chunk_size=2)
+        for wrong in (Execution("auto"), Execution("map", 2), Execution("vmap", 0), Execution("loop", devices=0)):
+            with pytest.raises(ValueError, match="Trainer: strategy"):
+                Trainer(cross_entropy, optax.sgd(0.1), strategy=wrong)
+
+    @pytest.mark.parametrize("count", [1, 3])
+    def test_a_run_that_was_killed_is_repeated_to_the_bit(
+        self, tmp_path, convolutional, create, cross_entropy, make_batches, assert_same, monkeypatch, count
+    ) -> None:
+        """From each of its checkpoints, and though a candidate is tried at other steps the second time."""
+        batches, ens = make_batches(150, features=20) * 2, create(convolutional, 3)
+        auto = lambda: Trainer(cross_entropy, optax.adam(0.01), tune_seconds=9)
+        options = {"progress": False, "steps_per_call": count, "checkpoint_dir": tmp_path / "whole"}
+        whole, history = auto().fit(auto().init(ens), batches, checkpoint_every=30, checkpoint_keep=20, **options)
+        changes = json.loads((tmp_path / "whole" / "executions.json").read_text())["changes"]
+        assert len({tuple(one) for _, one in changes}) > 3
+        for step in (30, 60, 150):
+            directory = tmp_path / f"from {step}"
+            shutil.copytree(tmp_path / "whole", directory)
+            for path in directory.glob("step_*"):
+                if int(path.name[5:]) > step:
+                    shutil.rmtree(path)
+            monkeypatch.setattr(autotune, "_remembered", {})
+            options["checkpoint_dir"] = directory
+            again, rows = auto().fit(auto().init(ens), batches, **options)
+            assert_same(again, whole)
+            assert rows == history
+        directory = options["checkpoint_dir"] = tmp_path / "without the file"
+        shutil.copytree(tmp_path / "whole" / "step_00000030", directory / "step_00000030")
+        manifest = json.loads((directory / "step_00000030" / "plurax.json").read_text())
+        trainer = auto()
+        trainer.fit(trainer.init(ens), batches, **options)
+        assert trainer.explain() is None  # keeps the execution of its checkpoint
+        last = json.loads((max(directory.glob("step_*")) / "plurax.json").read_text())
+        assert [last[name] for name in Execution._fields] == [manifest[name] for name in Execution._fields]
 
     def test_refuses_invalid_cache_locations(self, tmp_path, plain, cross_entropy, make_batches) -> None:
         (tmp_path / "file").write_text("")
@@ -252,12 +189,6 @@ class Test_a_trainer:
         with pytest.warns(UserWarning, match=r"tune_cache='.*file/inside' cannot be written"):
             self.train(plain, cross_entropy, make_batches(1)[0], tune_cache=tmp_path / "file" / "inside")
 
-    def test_measures_nothing_inside_another_trace(self, plain, create, cross_entropy, make_batches, measured) -> None:
-        trainer, batch = Trainer(cross_entropy, optax.sgd(0.1), tune_seconds=1.0), make_batches(1)[0]
-        state = trainer.init(create(plain, 2))
-        jax.jit(lambda i: trainer.step(state, batch)[1]["loss"] + i)(0.0)
-        assert not measured
-
     def test_options_override_those_of_a_checkpoint(self, plain, create, cross_entropy, make_batches) -> None:
         state, batch = Trainer(cross_entropy, optax.sgd(0.1)).init(create(plain, 8)), make_batches(1)[0]
         batched = Trainer(cross_entropy, optax.sgd(0.1), strategy="vmap", memory_budget="1MiB")
@@ -267,43 +198,39 @@ class Test_a_trainer:
         assert bounded._stepper.advance(state, [batch], Execution("vmap", 1))[2] == Execution("vmap", 1)
 
     def test_explains_itself(self, plain, cross_entropy, make_batches, capsys) -> None:
-        trainer = self.train(plain, cross_entropy, make_batches(1)[0])
+        trainer = self.train(plain, cross_entropy, make_batches(1)[0], 5)
         found = trainer.explain()
         shown = capsys.readouterr().out
         assert shown == f"{found}\n"
-        assert "2 × Plain on cpu, measured in" in shown
+        assert "5 × Plain on cpu, " in shown
         assert shown.count("chosen") == 1
-        assert {one.execution.strategy for one in found.candidates} == {"vmap", "map", "unroll", "loop"}
-        assert all(one.temporaries is not None and one.compile_s for one in found.candidates if one.ms)
+        assert all(one.compile_s for one in found.candidates if one.ms)
         assert Trainer(cross_entropy, optax.sgd(0.1)).explain() is None
-        assert "Nothing was measured" in capsys.readouterr().out
+        assert "Nothing is tried" in capsys.readouterr().out
 
-    def test_resumes_with_the_same_products_bit_for_bit(
-        self, tmp_path, convolutional, create, cross_entropy, make_batches, assert_same, monkeypatch
+    def test_fit_says_what_it_used(self, plain, create, cross_entropy, make_batches, capsys) -> None:
+        trainer = Trainer(cross_entropy, optax.sgd(0.1), tune_seconds=9)
+        trainer.fit(trainer.init(create(plain, 2)), make_batches(2))
+        assert 'strategy="auto" used vmap (by the rule, not compared); "loop", ' in capsys.readouterr().err
+        trainer.fit(trainer.init(create(plain, 2)), make_batches(2), progress=False)
+        assert capsys.readouterr().err == ""
+
+    def test_a_long_compilation_of_the_first_step_is_announced(
+        self, plain, create, cross_entropy, make_batches, capsys, monkeypatch
     ) -> None:
-        choice = Execution("map", products=True)
-        chosen = autotune.Tuning(choice, (autotune.CandidateExecution(choice, 1.0, 1, 1.0),), "here", 0.1)
-        monkeypatch.setattr("plurax.ensemble._execution.stepper.tune", lambda *_, **__: chosen)
-        batches, ens = make_batches(5, features=20), create(convolutional, 3)
-        auto = lambda: Trainer(cross_entropy, optax.adam(0.01), tune_seconds=1.0)
-        whole, _ = auto().fit(auto().init(ens), batches, progress=False)
-        auto().fit(auto().init(ens), batches[:2], progress=False, checkpoint_dir=tmp_path)
-        manifest = json.loads((tmp_path / "step_00000002" / "plurax.json").read_text())
-        assert [manifest[name] for name in Execution._fields] == list(choice)
-        monkeypatch.setattr("plurax.ensemble._execution.stepper.tune", lambda *_, **__: pytest.fail("measured again"))
-        monkeypatch.setattr(autotune, "_remembered", {})
-        resumed, _ = auto().fit(auto().init(ens), batches, progress=False, checkpoint_dir=tmp_path)
-        assert_same(resumed, whole)
-        native = Trainer(cross_entropy, optax.adam(0.01), strategy="loop")
-        assert_same(native.fit(native.init(ens), batches, progress=False)[0].ensemble, whole.ensemble, tolerance=1e-5)
+        monkeypatch.setattr("plurax.ensemble._training.fit._LONG", 0.0)
+        trainer = Trainer(cross_entropy, optax.sgd(0.1))
+        trainer.fit(trainer.init(create(plain, 2)), make_batches(2), progress=False)
+        assert capsys.readouterr().err == "Trainer.fit: compiling the first step ...\n"
 
-    def test_a_traced_step_measures_nothing(self, plain, create, cross_entropy, make_batches, measured) -> None:
+    def test_a_traced_step_tries_nothing(self, plain, convolutional, create, cross_entropy, make_batches) -> None:
         trainer, batch = Trainer(cross_entropy, optax.sgd(0.1), tune_seconds=1.0), make_batches(1)[0]
         state = trainer.init(create(plain, 2))
         jax.jit(trainer.step)(state, batch)
-        assert not measured
+        jax.jit(lambda i: trainer.step(state, batch)[1]["loss"] + i)(0.0)
+        assert trainer.explain() is None
         trainer.step(state, batch)
-        assert len(measured) == 1
+        assert trainer.explain().chosen == VMAP
 
     @pytest.mark.parametrize("strategy", ["auto", "vmap"])
     @pytest.mark.parametrize("seconds", [0, 0.05])

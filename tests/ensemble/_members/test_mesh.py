@@ -153,7 +153,7 @@ def called(model: Any, x: jax.Array) -> jax.Array:
 def collectives(trainer: Trainer, state: Any, batch: Any) -> dict[str, set[str]]:
     """Return the collectives of the compiled step with their replica groups."""
     inputs = StepInputs(state, batch, (None,) * len(batch))
-    execution = trainer._stepper.choose(inputs, None, False, False)
+    execution = trainer._stepper.advance(state, [batch])[2]
     text = trainer._stepper.executor.lower(inputs, False, execution).compile().as_text()
     found: dict[str, set[str]] = {}
     for line in text.splitlines():
