@@ -39,6 +39,7 @@ from ..transforms._core.version import __version__ as __version__
 from . import calibration, metrics, plots
 from ._members.ensemble import Ensemble
 from ._members.prediction import Prediction
+from ._members.strategy import Execution
 from ._step.member_status import MemberStatus
 from ._step.state import TrainState
 from ._training.batches import Batches
@@ -55,6 +56,7 @@ __all__ = [
     "Callback",
     "EarlyStopping",
     "Ensemble",
+    "Execution",
     "MemberStatus",
     "Prediction",
     "Restarts",

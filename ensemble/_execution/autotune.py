@@ -7,6 +7,7 @@ import json
 import os
 import re
 import warnings
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from math import inf
@@ -114,10 +115,9 @@ def tuning_of(read: dict[str, Any]) -> Tuning:
 def recall(key: str, directory: Path | None) -> Tuning | None:
     """Return an earlier result for a program, from this process or the directory; None if there is none."""
     if key not in _remembered and directory is not None:
-        try:
+        # A file that is missing or damaged is ignored.
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
             _remembered[key] = tuning_of(json.loads((directory / f"{key}.json").read_text()))
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            pass  # missing or damaged: measured again
     return _remembered.get(key)
 
 

@@ -211,7 +211,7 @@ class Search:
         return [*plan, (ahead[-1].end - self._at if ahead else 0, self.best)]
 
     def _consider(self, steps: int, left: int | None, lower: Callable[[Execution], Any]) -> None:
-        """Begin to compile the next candidate that can pay for its trial, or begin the trial of one that is compiled."""
+        """Begin to compile the next candidate that can pay for its trial, or begin the trial of a compiled one."""
         each = (self._elapsed - self._compile_s) / max(1, self._steps)
         if self._compiling is not None:
             if not self._compiling.done:

@@ -264,21 +264,25 @@ class Stepper:
         layout = self.executor.layout
         on_mesh = None if layout is None else tuple(layout.mesh.shape.items())
         steps = len(inputs.batches)
-        return fingerprint(jaxpr, inputs.size, inputs.axes, self._budget, on_mesh, len(jax.local_devices()), donate, steps)
+        return fingerprint(
+            jaxpr, inputs.size, inputs.axes, self._budget, on_mesh, len(jax.local_devices()), donate, steps
+        )
 
     def _candidates(self, rule: Execution, convolutions: bool, members: int) -> list[Execution]:
         """Return the executions that may be faster than that of the rule, the most promising first."""
         on_mesh, spread = self.executor.layout is not None, 1
         if not on_mesh and jax.default_backend() == "cpu":
             spread = min(len(jax.local_devices()), members)
-        found = [rule._replace(strategy=x, devices=spread) for x in ("vmap", "map", "unroll")] if spread > 1 else []
         # By what was fastest for networks of several kinds; unrolled programs take the longest to compile.
-        found += [rule._replace(strategy=x) for x in (() if on_mesh else ("loop",))]
-        found += [rule._replace(strategy="map"), chunk_of(members, members // 4, rule), rule._replace(strategy="vmap")]
-        found += [rule._replace(strategy="unroll")]
+        ways = ("map", "vmap") if on_mesh else ("loop", "map", "vmap")
+        found = [rule._replace(strategy=x, devices=spread) for x in ("vmap", "map", "unroll") if spread > 1]
+        found += [rule._replace(strategy=x) for x in ways]
+        if (chunk := chunk_of(members, members // 4, rule)) is not None:
+            found.insert(-1, chunk)
+        found.append(rule._replace(strategy="unroll"))
         if convolutions:
-            found += [Execution(x, products=not rule.products) for x in (("vmap",) if on_mesh else ("loop", "vmap"))]
-        return [one for one in dict.fromkeys(found) if one is not None and one != rule]
+            found += [Execution(x, products=not rule.products) for x in ways if x != "map"]
+        return [one for one in dict.fromkeys(found) if one != rule]
 
     def _members_per_device(self, inputs: StepInputs) -> int:
         layout, size = self.executor.layout, inputs.size

@@ -30,27 +30,26 @@ _SMALL = 1 << 17
 
 
 class Execution(NamedTuple):
-    """A way to execute the members, for `Trainer(strategy=)`.
+    """A way to execute the members, for `Trainer(strategy=)`; `Trainer.explain().chosen` is one.
 
     Attributes:
       strategy: "vmap", "map", "unroll" or "loop".
       chunk_size: for "vmap", the number of members at a time; None for all at once.
       products: whether convolutions are rewritten as matrix products.
       devices: the number of devices over which the members are distributed.
+
+    Examples:
+      >>> import optax
+      >>> from plurax.ensemble import Execution, Trainer
+      >>> trainer = Trainer(lambda model, x: (model(x) ** 2).mean(), optax.sgd(0.1), strategy=Execution("vmap", 4))
+      >>> print(Execution("map", products=True))
+      map, convolutions as matrix products
     """
 
     strategy: str
     chunk_size: int | None = None
     products: bool = False
     devices: int = 1
-
-    def check(self, name: str) -> None:
-        """Raise a ValueError if an execution that a user made does not exist."""
-        check_choice(name, "strategy", self.strategy, get_args(Strategy)[1:])
-        check_count(name, "chunk_size", self.chunk_size, optional=True)
-        check_count(name, "devices", self.devices)
-        if self.chunk_size is not None and self.strategy != "vmap":
-            raise ValueError(f'{name}: chunk_size needs strategy="vmap", but the strategy is {self.strategy!r}.')
 
     def __str__(self) -> str:
         words = (
@@ -60,6 +59,15 @@ class Execution(NamedTuple):
             f"on {self.devices} devices" if self.devices > 1 else "",
         )
         return ", ".join(filter(None, words))
+
+
+def check_execution(name: str, execution: Execution) -> None:
+    """Raise if an execution that a user made does not exist."""
+    check_choice(name, "strategy", execution.strategy, get_args(Strategy)[1:])
+    check_count(name, "chunk_size", execution.chunk_size, optional=True)
+    check_count(name, "devices", execution.devices)
+    if execution.chunk_size is not None and execution.strategy != "vmap":
+        raise ValueError(f'{name}: chunk_size needs strategy="vmap", but the strategy is {execution.strategy!r}.')
 
 
 def over_members(

@@ -1,7 +1,7 @@
 """`Schedule`: which execution each step of a run used, kept in its directory, so that a resumed run repeats them.
 
-`strategy="auto"` changes the execution while a run goes on, at steps that depend on measured times, and executions round
-differently. So every change is written to the directory before the steps that follow it.
+`strategy="auto"` changes the execution while a run goes on, at steps that depend on measured times, and executions
+round differently. So every change is written to the directory before the steps that follow it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from ...transforms._runs.atomic_write import write_atomically
 from .._execution.autotune import Tuning, tuning_of

@@ -28,7 +28,7 @@ from .._execution.forms import State, stacked
 from .._execution.stepper import Stepper, copied
 from .._members.ensemble import Ensemble, M
 from .._members.sharding import Layout
-from .._members.strategy import Execution, Strategy
+from .._members.strategy import Execution, Strategy, check_execution
 from .._step.loss import MemberLoss
 from .._step.member_status import MemberStatus
 from .._step.member_step import MemberStep
@@ -66,23 +66,25 @@ class Trainer:
         Changes to the state of the model are kept.
       strategy: how the members are executed; it does not change what they compute. "vmap": batched operations; "map": a
         compiled loop; "unroll": one program with a copy of the operations for each member; "loop": a Python loop over
-        the compiled step of one member. "auto" compiles all of these, and "vmap" also in chunks, times them at the
-        first step, and uses the fastest; convolutions are also tried as matrix products. `explain` prints the times.
-        "auto" measures again for other shapes. Inside a trace, such as `jax.jit`, "loop" is executed as "unroll", and
-        "auto" uses an earlier measurement or, if there is none, the rule described at `tune_seconds`.
+        the compiled step of one member. "auto" starts with a rule: "vmap", or, for convolutions on a CPU, "vmap" or
+        "map" with the convolutions as matrix products. It then tries the others, and "vmap" in chunks, on steps of the
+        run, as far as compiling and trying them take at most a tenth of its time, and uses the fastest. `explain`
+        prints what was tried, and what was not. An `Execution`, such as `trainer.explain().chosen`, is used as it is.
+        Inside a trace, such as `jax.jit`, "loop" is executed as "unroll", and "auto" uses what was found before, or
+        the rule.
       chunk_size: the number of members that "vmap" executes at a time; None executes all at once. With it, "auto"
         uses "vmap".
       memory_budget: the maximum size of the temporaries of the compiled step, in bytes or as a string such as "512MiB".
-        "auto" skips candidates that do not fit; "vmap" uses the largest chunk that fits.
+        "auto" drops candidates that do not fit; "vmap" uses the largest chunk that fits.
       mesh: a `jax.sharding.Mesh` with an axis "ensemble", over which the members are distributed; each device holds
         only its own members. With an axis "data", every array of the batch is split too, along its first axis that does
         not index members; losses, gradients and other reported scalars are averaged over the parts. Therefore the loss
         must be a mean over the examples. The first batch is checked for this, unless the loss draws random numbers.
         A mesh may span several processes, each of which passes the same batches. "loop" is executed as "unroll".
-      tune_seconds: how long "auto" may measure, in seconds, without compilation. 0 measures nothing and uses a rule:
-        "loop" on a CPU if the step contains a convolution, else "vmap".
-      tune_cache: a directory in which "auto" stores its measurements for later processes; None keeps them only in this
-        process.
+      tune_seconds: how long the steps that "auto" takes with slower candidates may take in total beyond the time of the
+        same steps with the best, in seconds. 0 tries nothing.
+      tune_cache: a directory in which "auto" stores what it has found, so that the next process starts with the fastest
+        execution; None keeps it only in this process.
       nonfinite: how a member is handled whose loss or gradients are not finite (a sum of gradients that overflows
         counts as not finite). "freeze": the member keeps its state from before the step and stops training;
         `state.standing` records it, and `fit` warns. If gradients are finite but the updated parameters are not, as
@@ -96,9 +98,10 @@ class Trainer:
         is not a mesh, `tune_seconds` not a number, `tune_cache` not a path, `memory_budget` not a size.
       ValueError: the factory does not take a hyperparameter; the factory or the loss requires one that is not given;
         both take one of the same name; hyperparameters are given for a ready optimizer; `strategy` or `nonfinite` is
-        unknown; `chunk_size` is below 1; `chunk_size` or `memory_budget` is given with a strategy other than "vmap" or
-        "auto", or both are given; `memory_budget` cannot be parsed or is below 1 byte; `tune_seconds` is below 0;
-        `tune_cache` is a file; `mesh` has other axes, or has an axis "data" and `grad_fn` is given.
+        unknown, or an `Execution` does not exist; `chunk_size` is below 1; `chunk_size` or `memory_budget` is given
+        with a strategy other than "vmap" or "auto", or both are given; `memory_budget` cannot be parsed or is below 1
+        byte; `tune_seconds` is below 0; `tune_cache` is a file; `mesh` has other axes, or has an axis "data" and
+        `grad_fn` is given.
 
     Source:
       MindSpore's ensemble training with `vmap` over a `CellList`; `torch.func.stack_module_state`.
@@ -136,9 +139,8 @@ class Trainer:
         if grad_fn is not None:
             check_callable("Trainer", grad_fn, "grad_fn")
         self._in_axes = check_in_axes("Trainer", in_axes)
-        execution = strategy if isinstance(strategy, Execution) else None
-        if execution is not None:
-            execution.check("Trainer: strategy")
+        if isinstance(strategy, Execution):
+            check_execution("Trainer: strategy", strategy)
         else:
             check_choice("Trainer", "strategy", strategy, get_args(Strategy))
         check_count("Trainer", "chunk_size", chunk_size, optional=True)
@@ -160,8 +162,8 @@ class Trainer:
         check_choice("Trainer", "nonfinite", nonfinite, get_args(Nonfinite))
         self._step = MemberStep(member_loss, grad_fn, self._optimizer, nonfinite == "freeze")
         cache = None if tune_cache is None else Path(tune_cache).resolve()
-        # Checkpoints hold the chunk size as JSON.
-        asked = execution or Execution(strategy, None if chunk_size is None else int(chunk_size))
+        chunk_size = None if chunk_size is None else int(chunk_size)  # checkpoints hold it as JSON
+        asked = strategy if isinstance(strategy, Execution) else Execution(strategy, chunk_size)
         self._latest: Callable[[], Any] = lambda: None  # a weak reference to the state that `step` returned last
         self._stepper = Stepper(self._step, self._layout, in_axes, asked, budget, tune_seconds, cache)
 
@@ -400,8 +402,8 @@ class Trainer:
           step on, and tries no other.
         """
         nothing = (
-            'Nothing is tried: strategy="auto" needs a step that is not traced, tune_seconds above 0, and a mesh within '
-            "one process."
+            'Nothing is tried: strategy="auto" needs a step that is not traced, tune_seconds above 0, and a mesh '
+            "within one process."
         )
         search = self._stepper.search
         found = None if search is None else search.known

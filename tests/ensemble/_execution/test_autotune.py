@@ -66,7 +66,9 @@ class Test_a_trainer:
 
     def test_steps_of_a_search_are_steps_of_the_run(self, plain, create, cross_entropy, make_batches, assert_same):
         batches = make_batches(30) * 20
-        auto, fixed = (Trainer(cross_entropy, optax.sgd(0.01), **x) for x in ({"tune_seconds": 9}, {"strategy": "vmap"}))
+        auto, fixed = (
+            Trainer(cross_entropy, optax.sgd(0.01), **x) for x in ({"tune_seconds": 9}, {"strategy": "vmap"})
+        )
         state, history = auto.fit(auto.init(create(plain, 4)), batches, progress=False)
         assert tried(auto) == {"vmap", "map", "unroll", "loop"}
         expected, rows = fixed.fit(fixed.init(create(plain, 4)), batches, progress=False)

@@ -114,14 +114,15 @@ for _ in range(20):
 print(megabytes() - before)
 """
     path = tmp_path / "data.npy"
-    np.save(path, np.ones((20000, 1000), np.float32))
+    np.save(path, np.ones((50000, 1000), np.float32))
     used = {}
     for kind in ("mapped", "copied"):
         command = [sys.executable, "-c", script, path, kind]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
         used[kind] = float(done.stdout)
-    assert used["copied"] > 50, "the measurement should notice a copy of the 80 MB"
-    assert used["mapped"] < 30
+    # Other memory of the process may be freed meanwhile.
+    assert used["copied"] > 120, "the measurement should notice a copy of the 200 MB"
+    assert used["mapped"] < 60
 
 
 def test_a_half_precision_fraction_uses_the_exact_count():
