@@ -248,7 +248,9 @@ class Passes:
             for batch in self._batches:
                 count += 1
                 yield batch
-            if epoch and not count:
+            if not count and not epoch:
+                return
+            if not count:
                 raise ValueError(
                     f"Trainer.fit: epoch {epoch + 1} has no batches; pass batches that can be iterated {self._epochs} "
                     "times, such as a list or Batches."
@@ -280,7 +282,7 @@ def in_epochs(batches: Any, epochs: int | None, steps: int | None) -> tuple[Any,
             return batches, None, None  # refused where it is iterated
         count = None
         with suppress(TypeError):  # a data loader may have no length
-            count = len(batches)  # type: ignore[arg-type]
+            count = len(batches)
         return Passes(batches, epochs), None, count
     if batches._epochs is not None:
         found = f"the Batches have epochs={batches._epochs} themselves"

@@ -253,7 +253,10 @@ class Validation:
             raise ValueError(f"Trainer.fit: `{name}` is {describe(x)}, but it needs {needs}, as in a training batch.")
 
         leaves = jax.tree.leaves_with_path(arguments)
-        return [axis_of(*x, *y) for x, *y in zip(leaves, self.like.ndims, self.like.axes, strict=True)]
+        return [
+            axis_of(path, x, ndim, axis)
+            for (path, x), ndim, axis in zip(leaves, self.like.ndims, self.like.axes, strict=True)
+        ]
 
 
 def check_name(validation: Validation | None, name: str, every: int | None) -> None:
