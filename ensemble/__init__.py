@@ -43,9 +43,9 @@ from ._members.strategy import Execution
 from ._step.member_status import MemberStatus
 from ._step.state import TrainState
 from ._training.batches import Batches
+from ._training.callbacks import Callback
 from ._training.checkpoint import load, load_member, save
 from ._training.early_stopping import EarlyStopping, Restarts
-from ._training.fit import Callback
 from ._training.grid import grid
 from ._training.population import Selection, exploit, greedy_selection, k_best, select, soup
 from ._training.tensorboard import TensorBoard

@@ -9,6 +9,7 @@ Input: an `Ensemble` and batches. Output: trained members, a history and checkpo
   callbacks, saves, and warns of failures. Given the same batches, a resumed run equals an uninterrupted one to the bit:
   the checkpoint contains every array and key of the state, the history, the data of `Watch`, and the strategy of the
   last step, and `Trainer.fit` skips the batches that were used.
+- `progress.py`: the text of the progress bar.
 - `schedule.py`: `Schedule`, the executions of the steps of a run, which a resumed run repeats.
 - `identity.py`: what identifies a run of `Trainer.fit`, so that it does not resume from checkpoints of another one.
 - `early_stopping.py`: `EarlyStopping`, `Restarts`, and `Watch`, which tracks the members of a run: the active

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from mmap import mmap
 from typing import Any, Literal, get_args
@@ -232,6 +233,63 @@ def _is_mapped(x: Any) -> bool:
     return isinstance(x, mmap)
 
 
+class Passes:
+    """Several passes over batches that can be iterated again. Its length is that of all passes, if it is known."""
+
+    def __init__(self, batches: Any, epochs: int) -> None:
+        self._batches, self._epochs = batches, epochs
+
+    def __len__(self) -> int:
+        return self._epochs * len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        for epoch in range(self._epochs):
+            count = 0
+            for batch in self._batches:
+                count += 1
+                yield batch
+            if not count and not epoch:
+                return
+            if not count:
+                raise ValueError(
+                    f"Trainer.fit: epoch {epoch + 1} has no batches; pass batches that can be iterated {self._epochs} "
+                    "times, such as a list or Batches."
+                )
+
+
+def in_epochs(batches: Any, epochs: int | None, steps: int | None) -> tuple[Any, int | None, int | None]:
+    """Return the batches of a number of epochs, the number of steps if it limits them, and the batches of an epoch.
+
+    Args:
+      batches: the argument of `fit`.
+      epochs: the number of epochs; None leaves the batches as they are.
+      steps: the number of steps that was passed to `fit`, or None.
+
+    Raises:
+      TypeError: the batches can be iterated only once; `epochs` is not an int.
+      ValueError: there are `steps` too, the batches are `Batches` with a number of epochs, or `epochs` is below 1.
+    """
+    check_count("Trainer.fit", "epochs", epochs, optional=True)
+    if epochs is None:
+        return batches, steps, None
+    if steps is not None:
+        raise ValueError(f"Trainer.fit: got steps={steps} and epochs={epochs}; pass one of them.")
+    if isinstance(batches, Iterator):
+        remedy = "pass what it iterates over, such as a list, a data loader or Batches, or pass steps"
+        raise TypeError(f"Trainer.fit: epochs={epochs} needs batches that can be iterated again; {remedy}.")
+    if not isinstance(batches, Batches):
+        if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
+            return batches, None, None  # refused where it is iterated
+        count = None
+        with suppress(TypeError):  # a data loader may have no length
+            count = len(batches)
+        return Passes(batches, epochs), None, count
+    if batches._epochs is not None:
+        found = f"the Batches have epochs={batches._epochs} themselves"
+        raise ValueError(f"Trainer.fit: epochs={epochs} is given, but {found}; give the number in one place.")
+    return batches, epochs * batches.per_epoch, batches.per_epoch
+
+
 def check_source(batches: Any, in_axes: Axes, size: int, ends: bool) -> None:
     """Raise if `Trainer.fit` cannot take these batches.
 
@@ -254,7 +312,7 @@ def check_source(batches: Any, in_axes: Axes, size: int, ends: bool) -> None:
     if not isinstance(source, Batches):
         return
     if source._epochs is None and not ends:
-        raise ValueError("Trainer.fit: the Batches never end; pass steps= to fit, or epochs= to Batches.")
+        raise ValueError("Trainer.fit: the Batches never end; pass steps= or epochs= to fit, or epochs= to Batches.")
     axes = jax.tree.leaves(in_axes, is_leaf=lambda x: x is None)
     if source._members is None:
         if 0 in axes:

@@ -21,9 +21,11 @@ from .._execution.forms import State, stacked
 from .._members.ensemble import Ensemble
 from .._members.rows import match_sharding, put, take, where_rows
 from .._members.sharding import everywhere
+from .._members.strategy import Execution
 from .._step.member_status import Stop, still_finite, with_other_keys
 from .._step.state import TrainState
 from .population import Mode
+from .validation import Validation
 
 # Stopped members are removed once at most this share of the active ones remains: each removal compiles a new program.
 _FEW = 0.75
@@ -35,8 +37,11 @@ class EarlyStopping:
 
     Args:
       evaluate: a function of an `Ensemble` that returns one number for each of its members, such as a loss on
-        validation data. Members that have left the run are not passed to it.
-      every: steps between two evaluations.
+        validation data. Members that have left the run are not passed to it. Or the name of a value of the validation
+        of `Trainer.fit`: "loss", or a name that its `metrics` returns. If that is a value of the whole ensemble, all
+        members stop together.
+      every: steps between two evaluations; 100 for a function. For a name, a multiple of `validate_every`, or None for
+        each validation.
       patience: the number of consecutive evaluations without an improvement after which a member stops.
       min_delta: a value improves on the best one only if it is better by more than this.
       mode: "min" if smaller values are better, "max" if larger ones are. A non-finite value never counts as better.
@@ -44,7 +49,7 @@ class EarlyStopping:
         optimizer state is not restored. Members that train until the end of the run keep their last parameters.
 
     Raises:
-      TypeError: `evaluate` is not callable; a count is not an int; `min_delta` is not a number.
+      TypeError: `evaluate` is neither callable nor a string; a count is not an int; `min_delta` is not a number.
       ValueError: a count is below 1; `min_delta` is below 0; `mode` is unknown.
 
     Source:
@@ -57,16 +62,18 @@ class EarlyStopping:
       >>> stopping = EarlyStopping(evaluate=lambda ens: metrics.nll(ens.predict(x).members, y), every=50)
     """
 
-    evaluate: Callable[[Ensemble], Any]
-    every: int = 100
+    evaluate: Callable[[Ensemble], Any] | str
+    every: int | None = None
     patience: int = 5
     min_delta: float = 0.0
     mode: Mode = "min"
     restore_best: bool = True
 
     def __post_init__(self) -> None:
-        check_callable("EarlyStopping", self.evaluate, "evaluate")
-        check_count("EarlyStopping", "every", self.every)
+        check_count("EarlyStopping", "every", self.every, optional=True)
+        if not isinstance(self.evaluate, str):
+            check_callable("EarlyStopping", self.evaluate, "evaluate")
+            object.__setattr__(self, "every", 100 if self.every is None else self.every)
         check_count("EarlyStopping", "patience", self.patience)
         check_number("EarlyStopping", "min_delta", self.min_delta, lambda x: x >= 0, "at least 0")
         check_choice("EarlyStopping", "mode", self.mode, get_args(Mode))
@@ -114,6 +121,7 @@ class Watch:
       early: the early stopping; None if there is none.
       restarts: the restarts; None if there are none.
       state: the state that was passed to `fit`.
+      validation: the validation; None if there is none.
       aloud: whether to print which members stop and restart.
 
     Attributes:
@@ -130,9 +138,14 @@ class Watch:
     """
 
     def __init__(
-        self, early: EarlyStopping | None, restarts: Restarts | None, state: TrainState, aloud: bool = False
+        self,
+        early: EarlyStopping | None,
+        restarts: Restarts | None,
+        state: TrainState,
+        validation: Validation | None = None,
+        aloud: bool = False,
     ) -> None:
-        self.early, self.restarts, self.aloud = early, restarts, aloud
+        self.early, self.restarts, self.validation, self.aloud = early, restarts, validation, aloud
         self.size, self.start = state._size, int(state.step)
         self.active = np.arange(self.size)
         self.full_state: TrainState | None = None
@@ -170,19 +183,34 @@ class Watch:
             parts["snapshot"] = self._of_all(state._arrays(), match_sharding(self.snapshot, state._arrays()))
         return parts
 
-    def after(self, step: int, state: State) -> tuple[State, dict[str, Any]]:
-        """Stop and restart members after a step; return the new state, and the values of an evaluation by name."""
-        if all(x is None or step % x.every for x in (self.early, self.restarts)):
-            return state, {}
-        # Steps may have moved the members to other devices.
-        state = stacked(state)
-        self.best, self.snapshot = match_sharding((self.best, self.snapshot), state._arrays())
-        if self.restarts is not None and step % self.restarts.every == 0:
-            state = self._put_back(self.restarts, step, state)
-        if self.early is None or step % self.early.every:
-            return state, {}
-        values = _checked(self.early.evaluate(state.ensemble), len(self.active))
-        return self._judge(self.early, step, state, values), {"validation": values}
+    def after(self, step: int, state: State, execution: Execution) -> tuple[State, dict[str, Any]]:
+        """Restart members after a step, evaluate, and stop members; return the new state, and the values by column.
+
+        The values are of all members, (size,), or of the ensemble, ().
+        """
+        early = self.early if self.early is not None and self._judges(self.early, step) else None
+        restarts = self.restarts if self.restarts is not None and step % self.restarts.every == 0 else None
+        validated: dict[str, Any] = {}
+        if early is not None or restarts is not None:
+            # Steps may have moved the members to other devices.
+            state = stacked(state)
+            self.best, self.snapshot = match_sharding((self.best, self.snapshot), state._arrays())
+            if restarts is not None:
+                state = self._put_back(restarts, step, state)
+        if self.validation is not None and self.validation.due(step):
+            validated = self.validation.values(self.full(state, optimizer=False), execution)
+        columns = {f"validation_{name}": values for name, values in validated.items()}
+        if early is None:
+            return state, columns
+        assert isinstance(state, TrainState)
+        if isinstance(early.evaluate, str):
+            assert self.validation is not None
+            values = self.validation.watched(early.evaluate, validated)
+            together, values = not values.ndim, np.broadcast_to(values, self.size)[self.active]
+            return self._judge(early, step, state, values, together), columns
+        values = np.full(self.size, np.nan, np.float32)
+        values[self.active] = found = _checked(early.evaluate(state.ensemble), len(self.active))
+        return self._judge(early, step, state, found), {**columns, "validation": values}
 
     def notice(self, stopped: np.ndarray) -> None:
         """Take the stop codes of the active members (0 for those that train); finish the run if all have stopped."""
@@ -191,11 +219,7 @@ class Watch:
 
     def all_members(self, state: State) -> TrainState:
         """Return the state of all members, given the state of the active ones; at its last step if none continues."""
-        state = stacked(state)
-        if self.full_state is not None:
-            rows = self.full_state._arrays()
-            arrays = self._of_all(rows, match_sharding(state._arrays(), rows))
-            state = TrainState._of_arrays(state._structure, arrays, state.step)
+        state = self.full(state)
         # `notice` is called once a step is computed, when later steps may have been dispatched, and checks are rare.
         # The current state is always up to date.
         self.finished = self.finished or not self._going(*_known(state)).any()
@@ -204,6 +228,15 @@ class Watch:
         if self.finished and (late := int(state.step) - self.last_step(state)):
             state = replace(state, step=state.step - np.int32(late))
         return state
+
+    def full(self, state: State, *, optimizer: bool = True) -> TrainState:
+        """Return the state of all members, given that of the active ones; without optimizer states if not wanted."""
+        state = stacked(state)
+        if self.full_state is None:
+            return state
+        rows, mine = (x if optimizer else (*x[:2], (), x[3]) for x in (self.full_state._arrays(), state._arrays()))
+        arrays = self._of_all(rows, match_sharding(mine, rows))
+        return TrainState._of_arrays(state._structure, arrays, state.step)
 
     def last_step(self, state: TrainState) -> int:
         """Return the last step in which a member trained."""
@@ -240,11 +273,24 @@ class Watch:
         self.snapshot = where_rows(finite, state._arrays(), self.snapshot)
         return state
 
-    def _judge(self, early: EarlyStopping, step: int, state: TrainState, values: np.ndarray) -> TrainState:
-        """Stop members after an evaluation; return the new state, without the stopped once these are a quarter."""
+    def _judges(self, early: EarlyStopping, step: int) -> bool:
+        """Return whether early stopping looks at a value after a step."""
+        if not isinstance(early.evaluate, str):
+            assert early.every is not None
+            return step % early.every == 0
+        return self.validation is not None and self.validation.due(step) and self.validation.due(step, early.every)
+
+    def _judge(
+        self, early: EarlyStopping, step: int, state: TrainState, values: np.ndarray, together: bool = False
+    ) -> TrainState:
+        """Stop members after an evaluation; return the new state, without the stopped once these are a quarter.
+
+        With `together`, the values are that of the whole ensemble, and all members stop at once.
+        """
         stopped, restarts = _known(state)
-        # Stopped members are evaluated too, since one program evaluates all of them; their values are ignored.
-        trains = stopped == Stop.TRAINS
+        # Stopped members are evaluated too, since one program evaluates all of them; their values are ignored. A member
+        # that waits for its restart stops with the others if all stop together.
+        trains = self._going(stopped, restarts) if together else stopped == Stop.TRAINS
         best, sign = self.values[self.active], 1 if early.mode == "min" else -1
         # Not "<": the best is NaN at first, and a comparison with NaN is false. With "not >=" the first finite value
         # is better.

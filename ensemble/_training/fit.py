@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import sys
-import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
@@ -19,45 +18,27 @@ from ...transforms._core.arguments import describe
 from ...transforms._core.axes import broadcast_axes
 from ...transforms._runs.checkpoint import Checkpoint
 from ...transforms._runs.data import as_arrays
-from ...transforms._runs.history import Recorder, recorded
+from ...transforms._runs.history import History, Recorder, recorded
 from ...transforms._runs.identity import Identity, check_same_run, in_a_run
+from ...transforms._runs.loop import run, skip
+from ...transforms._runs.processes import Group
 from ...transforms._runs.run_directory import RunDirectory
 from .._execution.autotune import Tuning
 from .._execution.forms import State
 from .._execution.search import Search
-from .._execution.stepper import Stepper
+from .._execution.stepper import Stepper, copied
+from .._members.ensemble import M
 from .._members.sharding import everywhere
 from .._members.strategy import Execution
 from .._step.member_status import Stop
 from .._step.state import TrainState
+from .callbacks import Callback, StateAt, takes_state
 from .checkpoint import read_run, write_state
 from .early_stopping import EarlyStopping, Restarts, Watch, members_in_words
 from .identity import check_program, parts_of
+from .progress import range_of, range_of_loss, told_of
 from .schedule import Schedule
-
-# The seconds after which a user is told that the first step is being compiled.
-_LONG = 5.0
-
-
-class Callback(Protocol):
-    """A function that `Trainer.fit` calls with the metrics of each recorded step.
-
-    Examples:
-      >>> from plurax.ensemble import Callback
-      >>> def worst(step, metrics):
-      ...     print(f"step {step}: {metrics['loss'].max():.3f}")
-      >>> callbacks: list[Callback] = [worst]  # for Trainer.fit
-    """
-
-    def __call__(self, step: int, metrics: Mapping[str, np.ndarray]) -> Any:
-        """Receive the metrics of a recorded step.
-
-        Args:
-          step: the number of the step, from 1.
-          metrics: arrays of shape (size,) by name. Members that had stopped before this step have NaN; if there are
-            any, integer and boolean metrics are float32.
-        """
-
+from .validation import Validation, check_name
 
 Resumed = tuple[TrainState, dict[str, np.ndarray] | None, Execution | None, dict[str, Any]]
 
@@ -87,7 +68,7 @@ class Report(NamedTuple):
 
     Attributes:
       metrics: the metrics, which may not be computed yet; those of several steps have these along the last axis.
-      evaluated: the values of an evaluation after the last step, by name.
+      evaluated: the values of all members, or of the ensemble, from evaluations after the last step, by column.
       active: the indices of the members that the metrics belong to.
       steps: the number of steps.
     """
@@ -109,14 +90,18 @@ class Run:
     callbacks: Sequence[Callback]
     schedule: Schedule
     taken: int
-    target: int | None = None
+    length: int | None = None
+    history_every: int = 1
     identity: Identity | None = None
     saved: int = -1
     execution: Execution | None = None
-    search: Search | Tuning | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.search = self.schedule.known
+        self.search: Search | Tuning | None = self.schedule.known
+        self._takes_state = [takes_state(callback) for callback in self.callbacks]
+        # The state after the last step, for callbacks; the latest values of evaluations, for the progress bar.
+        self._state: State | None = None
+        self._latest: dict[str, np.ndarray] = {}
 
     def advance(self, state: State, batches: list[Any]) -> tuple[State, Report]:
         """Take a step for each batch, then stop or restart members; return the new state and the report."""
@@ -127,23 +112,32 @@ class Run:
             batches = [watch.batch(arguments, broadcast_axes(axes, arguments)) for arguments, axes in given]
         if self.identity is not None and not self.identity.program_is_known:
             check_program(self.identity, self.stepper, state, batches[0])
+        if watch.validation is not None and watch.validation.like is None:
+            watch.validation.begin(watch.full(state, optimizer=False), *self.stepper.arguments(batches[0], state._size))
         after, metrics = self._step(state, batches)
         self.taken += len(batches)
         active = watch.active
-        after, found = watch.after(self.taken, after)
+        first = self.schedule.first or self.execution
+        assert first is not None
+        after, found = watch.after(self.taken, after, first)
+        for name in found:
+            if name in metrics or name in self.stepper.columns:
+                raise ValueError(f"Trainer.fit: the history would have two values named {name!r}; rename one.")
         if self.stepper.executor.layout is not None:
             metrics = everywhere(metrics)
+        if any(self._takes_state):
+            self._state = after
         return after, Report(metrics, found, active, len(batches))
 
     def _step(self, state: State, batches: list[Any]) -> tuple[State, dict[str, jax.Array]]:
         """Take the steps with the execution of an earlier run, or else with that which the search wants."""
         earlier = self.schedule.at(self.taken)
-        left = None if self.target is None else self.target - self.taken
+        left = None if self.length is None else self.length - self.taken
         options: dict[str, Any] = {"donate": True, "search": self.search, "left": left}
         if self.execution is not None:
             after, metrics, self.execution = self.stepper.advance(state, batches, earlier, **options)
         else:
-            with _told_of("Trainer.fit: compiling the first step ..."):
+            with told_of("Trainer.fit: compiling the first step ..."):
                 after, metrics, self.execution = self.stepper.advance(state, batches, earlier, **options)
         if earlier is None and not isinstance(self.search, Search) and (search := self.stepper.search) is not None:
             self.search, search.listener = search, self._change
@@ -153,6 +147,16 @@ class Run:
     def _change(self, plan: list[tuple[int, Execution]]) -> None:
         assert isinstance(self.search, Search)
         self.schedule.change(self.taken, plan, self.search.known)
+
+    def needs_state(self, step: int, report: Report) -> bool:
+        """Return whether a callback may ask for the state after a step."""
+        return any(self._takes_state) and (step % self.history_every == 0 or bool(report.evaluated))
+
+    def text(self, report: Report) -> str:
+        """Return the text of the progress bar: the range of the loss, and of the latest evaluations."""
+        return ", ".join(
+            [range_of_loss(report.metrics, report.steps), *(range_of(name, x) for name, x in self._latest.items())]
+        )
 
     def record(self, last: int, report: Report) -> None:
         """Record steps up to the `last`, whose metrics are computed."""
@@ -168,7 +172,10 @@ class Run:
     def _record(self, step: int, metrics: dict[str, np.ndarray], evaluated: dict[str, Any], active: np.ndarray) -> None:
         """Record a step, warn of members that failed, and call the callbacks."""
         stopped, trained = metrics.pop("stopped"), None
-        metrics |= recorded(evaluated)
+        of_all = recorded({name: np.broadcast_to(np.asarray(x), self.watch.size) for name, x in evaluated.items()})
+        metrics |= {name: x[active] for name, x in of_all.items()}
+        shown = {name: x[active][stopped <= 0] if np.ndim(evaluated[name]) else x[:1] for name, x in of_all.items()}
+        self._latest = shown or self._latest
         if np.count_nonzero(stopped) or len(active) < self.watch.size:
             self.watch.notice(stopped)
             if (stopped > 0).all():  # no member trained: the step was dispatched before that was noticed
@@ -178,8 +185,20 @@ class Run:
             if trained is not None and not trained.all():
                 wide = {name: x if x.dtype.kind in "fc" else x.astype(np.float32) for name, x in metrics.items()}
                 metrics = {name: np.where(trained, x, np.nan).astype(x.dtype) for name, x in wide.items()}
-            for callback in self.callbacks:
-                callback(step, metrics)
+            for callback, with_state in zip(self.callbacks, self._takes_state, strict=True):
+                if not with_state:
+                    callback(step, metrics)
+                    continue
+                state = StateAt(step, self._copy)
+                try:
+                    callback(step, metrics, state=state)
+                finally:
+                    state.close()
+
+    def _copy(self) -> TrainState:
+        """Return a copy of the state of all members after the last step."""
+        assert self._state is not None
+        return jax.tree.map(jnp.copy, self.watch.full(self._state))
 
     def _of_all_members(
         self, step: int, metrics: dict[str, np.ndarray], stopped: np.ndarray, active: np.ndarray
@@ -244,17 +263,65 @@ class Run:
         return last
 
 
-@contextmanager
-def _told_of(text: str) -> Iterator[None]:
-    """Print a text, with and without a progress bar, if the body takes long."""
-    timer = threading.Timer(_LONG, tqdm.write, (text,), {"file": sys.stderr})
-    timer.daemon = True
-    if jax.process_index() == 0:
-        timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+def train(
+    stepper: Stepper,
+    state: TrainState[M],
+    source: Iterator[Any],
+    total: int | None,
+    target: int | None,
+    watch: Watch,
+    store: RunDirectory | None,
+    identity: Identity | None,
+    checkpoint_every: int | None,
+    history_every: int,
+    callbacks: Sequence[Callback],
+    together: int,
+) -> tuple[TrainState[M], History]:
+    """Resume or begin a run, and train to its end; the rest of `Trainer.fit`, once its options are checked."""
+    start, group = watch.start, Group.of(state)
+    begin, recorded, execution, watched = resumed(store, identity, state, stepper, watch)
+    step = int(begin.step)
+    if store is not None and identity is not None:
+        if target is not None and step > target:
+            newest = f"the newest checkpoint in {store.directory} is at step {step}, after step {target}"
+            raise ValueError(f"Trainer.fit: {newest}; take more steps or use another directory.")
+        if step > start:
+            # Compared before any step: if there is none left, the result is that of the checkpoint.
+            check_program(identity, stepper, begin, skip("Trainer.fit", source, step - start))
+            store.going_on(step, identity.differences)
+        if step != target:
+            store.check_room(step, (begin, watch.best, watch.snapshot))
+    # Batches that wait for others are copied, since a data loader may reuse their memory.
+    if together > 1:
+        source = map(copied, map(partial(as_arrays, "Trainer.fit", "batch"), source))
+    recorder = Recorder(history_every, recorded)
+    schedule = Schedule(None if store is None else store.directory, execution)
+    length = None if total is None else start + total
+    steps_of_run = Run(stepper, watch, recorder, store, callbacks, schedule, step, length, history_every, identity)
+    first: State = watch.begin(jax.tree.map(jnp.copy, begin), watched)
+    ended, _, interrupted = run(
+        first,
+        source,
+        steps_of_run.advance,
+        step=step,
+        target=target,
+        record=steps_of_run.record,
+        say=lambda _, report: steps_of_run.text(report),
+        save=None if store is None else steps_of_run.save,
+        checkpoint_every=checkpoint_every,
+        # Only the first process shows a bar. With several processes Ctrl-C must not end only one of them: the others
+        # would wait for it in a collective.
+        progress=watch.aloud,
+        interruptible=group.is_alone,
+        done=step - start,
+        total=total,
+        finished=lambda: watch.finished,
+        together=together,
+        alike=stepper.alike,
+        at_once=steps_of_run.needs_state,
+    )
+    last = steps_of_run.finish(state, ended, target, interrupted)
+    return last, recorder.rows(columns(stepper, begin))
 
 
 def columns(stepper: Stepper, state: TrainState) -> dict[str, list[float]]:
@@ -287,11 +354,22 @@ def _with_hyperparams(state: TrainState, given: TrainState) -> TrainState:
     return replace(state, opt_state=opt_state, standing=standing._replace(hyperparams=of_loss, schedules=schedules))
 
 
-def check_watched(stepper: Stepper, early: Any, restarts: Any, callbacks: Any) -> None:
+def intervals(
+    watch: Watch, checkpoint_every: int | None, history_every: int, callbacks: Sequence[Callback]
+) -> list[int]:
+    """Return the numbers of steps that a program of several steps must divide; 0 is divisible by any."""
+    options = [x.every or 0 for x in (watch.early, watch.restarts) if x is not None]
+    validated = [] if watch.validation is None else [watch.validation.every, watch.validation.offset]
+    return [checkpoint_every or 0, *options, *validated, *[history_every for x in callbacks if takes_state(x)]]
+
+
+def check_watched(stepper: Stepper, early: Any, restarts: Any, validation: Validation | None, callbacks: Any) -> None:
     """Raise if an option of `fit` has the wrong type, or is incompatible with the trainer."""
     for name, value, kind in (("early_stopping", early, EarlyStopping), ("restarts", restarts, Restarts)):
         if value is not None and not isinstance(value, kind):
             raise TypeError(f"Trainer.fit: {name} must be of type {kind.__name__}, but got {describe(value)}.")
+    if early is not None and isinstance(early.evaluate, str):
+        check_name(validation, early.evaluate, early.every)
     if restarts is not None and not stepper.freezes:
         raise ValueError('Trainer.fit: restarts need nonfinite="freeze", since only frozen members are restarted.')
     if not isinstance(callbacks, (list, tuple)) or not all(map(callable, callbacks)):
@@ -309,16 +387,3 @@ def _different_settings(checkpoint: Checkpoint, settings: dict[str, Any]) -> lis
         for name in dict.fromkeys([*before, *now])
         if before.get(name) != now.get(name)
     ]
-
-
-def loss_range(report: Report) -> str:
-    """Return the range of the loss over the members that train, for the progress bar."""
-    loss, stopped = (np.asarray(report.metrics[name]) for name in ("loss", "stopped"))
-    if report.steps > 1:
-        loss, stopped = loss[:, -1], stopped[:, -1]
-    # Stopped members are left out: one that stopped with a large loss would keep the range wide to the end.
-    loss = loss[stopped <= 0]
-    finite = loss[np.isfinite(loss)]
-    others = loss.size - finite.size
-    spread = f"loss {finite.min():.4f} to {finite.max():.4f}" if finite.size else "loss"
-    return spread + (f", {others} not finite" if others else "")

@@ -49,6 +49,11 @@ class Schedule:
             return self._last
         return next(execution for start, execution in reversed(self._repeated) if start <= step)
 
+    @property
+    def first(self) -> Execution | None:
+        """Return the execution of the first step, if known: one that stays the same, also when the run resumes."""
+        return self._changes[0][1] if self._changes else self._last
+
     def change(self, step: int, plan: list[tuple[int, Execution]], known: Tuning) -> None:
         """Write what follows from a step on.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,14 +18,13 @@ from ...transforms._core.arguments import check_callable, check_choice, check_co
 from ...transforms._core.axes import Axes, check_in_axes
 from ...transforms._core.memory import check_budget
 from ...transforms._runs.data import as_arrays
-from ...transforms._runs.history import History, Recorder
-from ...transforms._runs.identity import Identity
-from ...transforms._runs.loop import check_options, iterate, run, skip, total_steps
+from ...transforms._runs.history import History
+from ...transforms._runs.loop import check_options, iterate, total_steps
 from ...transforms._runs.processes import Group
 from ...transforms._runs.run_directory import Resume, RunDirectory
 from .._execution.autotune import Tuning
-from .._execution.forms import State, stacked
-from .._execution.stepper import Stepper, copied
+from .._execution.forms import stacked
+from .._execution.stepper import Stepper
 from .._members.ensemble import Ensemble, M
 from .._members.sharding import Layout
 from .._members.strategy import Execution, Strategy, check_execution
@@ -34,11 +33,12 @@ from .._step.member_status import MemberStatus
 from .._step.member_step import MemberStep
 from .._step.optimizer import MemberOptimizer, check_size
 from .._step.state import TrainState, check_state
-from .batches import check_source
+from .batches import check_source, in_epochs
+from .callbacks import Callback
 from .early_stopping import EarlyStopping, Restarts, Watch
-from .fit import Callback, Run, check_watched, columns, loss_range, resumed
-from .identity import check_program, identify
-from .schedule import Schedule
+from .fit import check_watched, intervals, train
+from .identity import identify
+from .validation import LossOfMembers, Metrics, Validation
 
 Nonfinite = Literal["freeze", "ignore"]
 
@@ -165,6 +165,7 @@ class Trainer:
         chunk_size = None if chunk_size is None else int(chunk_size)  # checkpoints hold it as JSON
         asked = strategy if isinstance(strategy, Execution) else Execution(strategy, chunk_size)
         self._latest: Callable[[], Any] = lambda: None  # a weak reference to the state that `step` returned last
+        self._losses = LossOfMembers(member_loss, self._layout)
         self._stepper = Stepper(self._step, self._layout, in_axes, asked, budget, tune_seconds, cache)
 
     def init(self, ensemble: Ensemble[M]) -> TrainState[M]:
@@ -241,6 +242,7 @@ class Trainer:
         batches: Iterable[Any],
         *,
         steps: int | None = None,
+        epochs: int | None = None,
         steps_per_call: int = 1,
         progress: bool = True,
         checkpoint_dir: Any = None,
@@ -248,6 +250,9 @@ class Trainer:
         checkpoint_keep: int = 2,
         resume: Resume = "auto",
         history_every: int = 1,
+        validation: Any = None,
+        validate_every: int | None = None,
+        metrics: Metrics | None = None,
         early_stopping: EarlyStopping | None = None,
         restarts: Restarts | None = None,
         callbacks: Sequence[Callback] = (),
@@ -256,14 +261,17 @@ class Trainer:
 
         Args:
           state: the starting state; it stays usable.
-          batches: an iterable of batches: `Batches`, a list, or a data loader. It is never rewound, and only the
-            batches that are used are taken from it.
+          batches: an iterable of batches: `Batches`, a list, or a data loader. It is never rewound, unless `epochs` is
+            given, and only the batches that are used are taken from it.
           steps: the number of further steps; None trains until the batches end. A run that ends earlier warns, unless
             `early_stopping` ended it, and so does a run that takes no step.
+          epochs: instead of `steps`, the number of passes over `batches`, which must be `Batches` without a number of
+            epochs, or iterable several times, as a list or a data loader. Counted from `state`, as `steps`.
           steps_per_call: the number of steps that one program takes, as a loop over as many batches, which saves time
-            between short steps. Results agree up to rounding. `checkpoint_every` and the `every` of `early_stopping`
-            and `restarts` keep their meaning: the largest number that divides all of them is used. Steps before a
-            multiple of it after a resumption, the last ones, and batches that differ in shape are taken one by one.
+            between short steps. Results agree up to rounding. `checkpoint_every`, `validate_every`, the `every` of
+            `early_stopping` and `restarts` and, if a callback takes the state, `history_every` keep their meaning: the
+            largest number that divides all of them is used. Steps before a multiple of it after a resumption, the last
+            ones, and batches that differ in shape are taken one by one.
           progress: whether to show a bar with the range of the loss over the members and the steps per second.
           checkpoint_dir: a directory for checkpoints (`step_00000100`, ...), created if missing, and locked while the
             run lasts. If it holds a complete checkpoint of this run later than `state`, training resumes from the
@@ -280,11 +288,23 @@ class Trainer:
             iterables, nothing.) True goes on all the same, with the hyperparameters of this trainer. False renames all
             checkpoints in the directory, and starts from `state`.
           history_every: steps between rows of the history.
+          validation: data on which the loss of each member is evaluated, in evaluation mode as by `predict` (members of
+            `from_apply` have no modes) and with the member's hyperparameters of the loss; it changes no state. One
+            batch: the arguments of the loss after the model, as a tuple, or anything else for one argument. Or several:
+            a list of batches, `Batches` with `epochs=1`, or a data loader. All members share the data; where `in_axes`
+            maps an array of the batches, an array with as many axes has a slice for each member.
+          validate_every: steps between validations, which follow each step divisible by it; with `epochs`, None
+            validates after each epoch. The history has the loss in the rows of that step as "validation_loss".
+          metrics: `metrics(ensemble, *batch)` returns a dict of further values of a validation, one for each member,
+            (size,), or one for the ensemble, (). `ensemble` has all members in evaluation mode, those that have stopped
+            too; `batch` is a batch of `validation`. They are in the history as "validation_" and their name. Of several
+            batches, as of the loss, the mean is recorded, weighted by their examples, the length of their arrays; so
+            pass one batch for a metric such as the AUROC that is no mean over the examples.
           early_stopping: an `EarlyStopping`, which stops each member separately. The run ends when all have stopped.
-            The evaluated values appear in the history as "validation".
+            It may watch a value of the validation by its name; those of a function are in the history as "validation".
           restarts: a `Restarts`, which restores members that were frozen because a value was not finite.
           callbacks: a list of functions of the step number and its metrics, called for each recorded step; see
-            `Callback`.
+            `Callback`. One with a parameter `state` can also get the state after that step.
 
         Returns:
           The state after the last step, and the history: a list of dicts, one for each recorded step and member, with
@@ -295,9 +315,14 @@ class Trainer:
 
         Raises:
           TypeError: as for `step`; `batches` is not iterable, or is a data set (an array, a dict, a tuple of arrays);
-            a count is not an int; `early_stopping` or `restarts` has another type; `callbacks` is not a list of
-            functions.
-          ValueError: as for `step`; `batches` are `Batches` that never end, without `steps` or `early_stopping`, or
+            `validation`, or `batches` with `epochs`, can be iterated only once; a count is not an int;
+            `early_stopping` or `restarts` has another type; `metrics` is not a function, or does not return a dict;
+            `callbacks` is not a list of functions.
+          ValueError: as for `step`; `batches` are `Batches` that never end, without `steps`, `epochs` or
+            `early_stopping`; `epochs` is given with `steps`, or for `Batches` with a number of epochs; `validation` is
+            a list of arrays, has no batches or never ends, or does not match `in_axes`; `validate_every` or `metrics`
+            is given without it, or `validate_every` is missing; `metrics` returns another shape, or a name that is in
+            use; `early_stopping` watches a name that does not exist; `batches`
             have `members` though `in_axes` is not 0, or the reverse; a count is too small; `checkpoint_every` without
             `checkpoint_dir`; `restarts` without `nonfinite="freeze"`; `early_stopping.evaluate` does not return one
             number for each member; the newest checkpoint is of another run (see `resume`), or is later than the last
@@ -313,77 +338,21 @@ class Trainer:
         """
         self._check_state("Trainer.fit", state)
         check_options("Trainer.fit", steps, checkpoint_dir, checkpoint_every, checkpoint_keep, history_every, resume)
-        check_watched(self._stepper, early_stopping, restarts, callbacks)
         check_count("Trainer.fit", "steps_per_call", steps_per_call)
-        check_source(batches, self._in_axes, state._size, steps is not None or early_stopping is not None)
-        source, group, start = iterate("Trainer.fit", batches), Group.of(state), int(state.step)
-        intervals = [x.every for x in (early_stopping, restarts) if x is not None]
-        together = math.gcd(steps_per_call, checkpoint_every or 0, *intervals)
-        watch = Watch(early_stopping, restarts, state, progress and group.is_first)
-        total, target = total_steps(batches, steps), None if steps is None else start + steps
+        ends = any(x is not None for x in (steps, epochs, early_stopping))
+        check_source(batches, self._in_axes, state._size, ends)
+        passes, steps, per_epoch = in_epochs(batches, epochs, steps)
+        source, group, start = iterate("Trainer.fit", passes), Group.of(state), int(state.step)
+        checked = Validation.of(validation, validate_every, metrics, self._losses, self._in_axes, per_epoch, start)
+        check_watched(self._stepper, early_stopping, restarts, checked, callbacks)
+        watch = Watch(early_stopping, restarts, state, checked, progress and group.is_first)
+        together = math.gcd(steps_per_call, *intervals(watch, checkpoint_every, history_every, callbacks))
+        total, target = total_steps(passes, steps), None if steps is None else start + steps
         directory = RunDirectory.open("Trainer.fit", checkpoint_dir, checkpoint_keep, group, resume, start)
         with directory as store:
             identity = None if store is None else identify(store, state, batches)
             options = checkpoint_every, history_every, callbacks, together
-            return self._fit(state, source, total, target, watch, store, identity, *options)
-
-    def _fit(
-        self,
-        state: TrainState[M],
-        source: Iterator[Any],
-        total: int | None,
-        target: int | None,
-        watch: Watch,
-        store: RunDirectory | None,
-        identity: Identity | None,
-        checkpoint_every: int | None,
-        history_every: int,
-        callbacks: Sequence[Callback],
-        together: int,
-    ) -> tuple[TrainState[M], History]:
-        """Resume or begin a run, and train to its end."""
-        start, group = watch.start, Group.of(state)
-        begin, recorded, execution, watched = resumed(store, identity, state, self._stepper, watch)
-        step = int(begin.step)
-        if store is not None and identity is not None:
-            if target is not None and step > target:
-                newest = f"the newest checkpoint in {store.directory} is at step {step}, after step {target}"
-                raise ValueError(f"Trainer.fit: {newest}; take more steps or use another directory.")
-            if step > start:
-                # Compared before any step: if there is none left, the result is that of the checkpoint.
-                check_program(identity, self._stepper, begin, skip("Trainer.fit", source, step - start))
-                store.going_on(step, identity.differences)
-            if step != target:
-                store.check_room(step, (begin, watch.best, watch.snapshot))
-        # Batches that wait for others are copied, since a data loader may reuse their memory.
-        if together > 1:
-            source = map(copied, map(partial(as_arrays, "Trainer.fit", "batch"), source))
-        recorder = Recorder(history_every, recorded)
-        schedule = Schedule(None if store is None else store.directory, execution)
-        steps_of_run = Run(self._stepper, watch, recorder, store, callbacks, schedule, step, target, identity)
-        first: State = watch.begin(jax.tree.map(jnp.copy, begin), watched)
-        ended, _, interrupted = run(
-            first,
-            source,
-            steps_of_run.advance,
-            step=step,
-            target=target,
-            record=steps_of_run.record,
-            say=lambda _, report: loss_range(report),
-            save=None if store is None else steps_of_run.save,
-            checkpoint_every=checkpoint_every,
-            # Only the first process shows a bar. With several processes Ctrl-C must not end only one of them: the
-            # others would wait for it in a collective.
-            progress=watch.aloud,
-            interruptible=group.is_alone,
-            done=step - start,
-            total=total,
-            finished=lambda: watch.finished,
-            together=together,
-            alike=self._stepper.alike,
-        )
-        last = steps_of_run.finish(state, ended, target, interrupted)
-        return last, recorder.rows(columns(self._stepper, begin))
+            return train(self._stepper, state, source, total, target, watch, store, identity, *options)
 
     def _check_state(self, api: str, state: Any) -> None:
         """Raise if `state` is not a training state, or its optimizer state is from another optimizer."""

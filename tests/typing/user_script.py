@@ -5,6 +5,7 @@ of `wrong`, and none elsewhere.
 """
 
 import tempfile
+from collections.abc import Callable, Mapping
 from typing import Any, reveal_type
 
 import jax
@@ -15,9 +16,11 @@ from flax import nnx
 
 from plurax.ensemble import (
     Batches,
+    Callback,
     EarlyStopping,
     Ensemble,
     Trainer,
+    TrainState,
     calibration,
     exploit,
     k_best,
@@ -121,6 +124,36 @@ reveal_type(state.ensemble)  # Ensemble[MLP]
 reveal_type(state.ensemble[0])  # MLP
 reveal_type(select(state, [0, 1]))  # TrainState[MLP]
 reveal_type(exploit(state, jnp.arange(4.0), key=KEY))  # tuple[TrainState[MLP], Array]
+
+
+def worst(step: int, metrics: Mapping[str, np.ndarray]) -> None:
+    reveal_type(metrics["loss"])  # ndarray[tuple[Any, ...], dtype[Any]]
+
+
+def keep(step: int, metrics: Mapping[str, np.ndarray], state: Callable[[], TrainState[MLP]]) -> None:
+    reveal_type(state())  # TrainState[MLP]
+
+
+def keep_by_name(i: int, values: Mapping[str, np.ndarray], *, state: Callable[[], TrainState[MLP]]) -> None:
+    reveal_type(state().ensemble[0])  # MLP
+
+
+def squares(members: Ensemble[MLP], x: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
+    return {"square": jnp.mean((members(x) - y) ** 2, axis=(1, 2))}
+
+
+callbacks: list[Callback] = [worst, keep, keep_by_name, lambda step, metrics: None]
+state, history = trainer.fit(
+    state,
+    [(X, Y)],
+    epochs=2,
+    validation=(X, Y),
+    metrics=squares,
+    early_stopping=EarlyStopping(evaluate="square"),
+    callbacks=callbacks,
+    progress=False,
+)
+reveal_type(state)  # TrainState[MLP]
 with tempfile.TemporaryDirectory() as directory:
     save(f"{directory}/state", state)
     reveal_type(load(f"{directory}/state", state))  # TrainState[MLP]
@@ -186,6 +219,9 @@ def wrong() -> None:
     trainer.init(ens[0])
     load("directory", {"w": X})
     EarlyStopping(evaluate=count, mode="minimum")
+    EarlyStopping(evaluate=5)
+    trainer.fit(state, [(X, Y)], metrics=5)
+    trainer.fit(state, [(X, Y)], callbacks=[lambda step: None])
     k_best(X[0], 1, mode="best")
     Batches((X, Y), 2, key=KEY, draw="some")
     calibration.conformal_sets(X, X, score="softmax")

@@ -45,6 +45,7 @@ def run(
     finished: Callable[[], bool] = lambda: False,
     together: int = 1,
     alike: Callable[[list[Any]], bool] = lambda _: True,
+    at_once: Callable[[int, Any], bool] = lambda *_: False,
 ) -> tuple[State, int, bool]:
     """Take steps until the target, the end of the batches or Ctrl-C.
 
@@ -68,6 +69,8 @@ def run(
       together: the number of batches for a call of `advance`; it divides `checkpoint_every`. Only calls from a multiple
         of this many steps on get as many, all others a single one, so that a resumed run repeats the calls.
       alike: returns whether `advance` can take these batches together.
+      at_once: returns whether `record` needs the state after a step, from its number and metrics. Then the loop waits
+        for the step before it takes the next one, which would reuse the memory of that state.
 
     Returns:
       The last state, its number of steps, and whether Ctrl-C ended the loop.
@@ -118,6 +121,8 @@ def run(
                 settle(_AHEAD)
                 before, now = now, time.monotonic()
                 ahead = _AHEAD + min(_TOGETHER, int(_SECONDS * calls / max(now - before, 1e-9)))
+            if at_once(step, metrics):
+                settle(0)
             if save is not None and checkpoint_every is not None and step % checkpoint_every == 0:
                 settle(0)
                 save(state)

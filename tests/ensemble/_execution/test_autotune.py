@@ -220,7 +220,7 @@ class Test_a_trainer:
     def test_a_long_compilation_of_the_first_step_is_announced(
         self, plain, create, cross_entropy, make_batches, capsys, monkeypatch
     ) -> None:
-        monkeypatch.setattr("plurax.ensemble._training.fit._LONG", 0.0)
+        monkeypatch.setattr("plurax.ensemble._training.progress._LONG", 0.0)
         trainer = Trainer(cross_entropy, optax.sgd(0.1))
         trainer.fit(trainer.init(create(plain, 2)), make_batches(2), progress=False)
         assert capsys.readouterr().err == "Trainer.fit: compiling the first step ...\n"

@@ -280,7 +280,7 @@ def test_batches_of_dicts_train_each_member_on_its_own(in_axes, assert_same):
 def test_endless_batches_need_steps_or_epochs():
     trainer, state = a_trainer()
     for batches in (Batches(DATA, 4, key=KEY), iter(Batches(DATA, 4, key=KEY))):
-        with pytest.raises(ValueError, match="the Batches never end; pass steps= to fit, or epochs= to Batches"):
+        with pytest.raises(ValueError, match="the Batches never end; pass steps= or epochs= to fit, or"):
             trainer.fit(state, batches, progress=False)
         assert int(trainer.fit(state, batches, steps=2, progress=False)[0].step) == 2
     assert int(trainer.fit(state, Batches(DATA, 4, key=KEY, epochs=1), progress=False)[0].step) == 5
@@ -408,3 +408,155 @@ def test_refusals(options, error, message):
         Batches(arguments.pop("data"), arguments.pop("batch_size"), **arguments)
     with pytest.raises(TypeError, match="without epochs= the batches never end"):
         len(Batches(DATA, 2, key=KEY))
+
+
+class Looped:
+    """A data loader that can be iterated again, with or without a length."""
+
+    def __init__(self, batches, sized):
+        self.batches, self.passes = batches, 0
+        if sized:
+            self.__class__ = type("Sized", (Looped,), {"__len__": lambda self: len(self.batches)})
+
+    def __iter__(self):
+        self.passes += 1
+        return iter(self.batches)
+
+
+class Test_epochs:
+    @pytest.fixture
+    def trainer(self, cross_entropy):
+        return Trainer(cross_entropy, optax.adam(0.01), strategy="vmap")
+
+    @pytest.fixture
+    def ens(self, plain):
+        return Ensemble.create(plain, 2, seed=0)
+
+    @pytest.mark.parametrize("kind", ["list", "tuple", "sized", "unsized"])
+    def test_batches_are_iterated_again(self, trainer, ens, make_batches, assert_same, kind):
+        batches = make_batches(4)
+        kinds = {"list": batches, "tuple": tuple(batches), "sized": Looped(batches, True)}
+        source = kinds.get(kind, Looped(batches, False))
+        state, history = trainer.fit(trainer.init(ens), source, epochs=3, progress=False)
+        expected, rows = trainer.fit(trainer.init(ens), batches * 3, progress=False)
+        assert_same(state, expected)
+        assert history == rows
+        assert int(state.step) == 12
+
+    @pytest.mark.parametrize("members", [None, 2])
+    def test_batches_of_ours(self, cross_entropy, ens, make_batches, assert_same, members):
+        trainer = Trainer(cross_entropy, optax.adam(0.01), strategy="vmap", in_axes=None if members is None else 0)
+        data, options = make_batches(1, batch=23)[0], {"key": jax.random.key(1), "members": members}
+        state, _ = trainer.fit(trainer.init(ens), Batches(data, 5, **options), epochs=3, progress=False)
+        expected, _ = trainer.fit(trainer.init(ens), Batches(data, 5, epochs=3, **options), progress=False)
+        assert_same(state, expected)
+        assert int(state.step) == 12
+
+    def test_count_from_the_state(self, trainer, ens, make_batches):
+        state, _ = trainer.fit(trainer.init(ens), make_batches(3), progress=False)
+        state, _ = trainer.fit(state, make_batches(4), epochs=2, progress=False)
+        assert int(state.step) == 11
+
+    @pytest.mark.parametrize("kind", ["list", "unsized", "ours"])
+    @pytest.mark.parametrize("cut", [2, 4, 7])
+    def test_a_run_resumes_within_any_epoch(self, tmp_path, trainer, ens, make_batches, assert_same, kind, cut):
+        batches, data = make_batches(4), make_batches(1, batch=23)[0]
+
+        def fit(**options):
+            kinds = {"list": batches, "ours": Batches(data, 5, key=jax.random.key(1))}
+            source = kinds[kind] if kind in kinds else Looped(batches, False)
+            return trainer.fit(trainer.init(ens), source, epochs=3, progress=False, **options)
+
+        class Stopped(Exception):
+            pass
+
+        def stop(step, metrics):
+            if step == cut:
+                raise Stopped
+
+        expected, rows = fit()
+        options = {"checkpoint_dir": tmp_path, "checkpoint_every": 1}
+        with pytest.raises(Stopped):
+            fit(callbacks=[stop], **options)
+        state, history = fit(**options)
+        assert_same(state, expected)
+        assert history == rows
+
+    @pytest.mark.parametrize(
+        ("kind", "shown"), [*((x, "12/12") for x in ("list", "sized", "ours")), ("unsized", "12step")]
+    )
+    def test_the_bar_shows_the_total_if_it_is_known(self, trainer, ens, make_batches, capsys, kind, shown):
+        batches, data = make_batches(4), make_batches(1, batch=23)[0]
+        kinds = {"list": batches, "sized": Looped(batches, True), "unsized": Looped(batches, False)}
+        source = kinds.get(kind, Batches(data, 5, key=jax.random.key(1)))
+        trainer.fit(trainer.init(ens), source, epochs=3)
+        assert shown in capsys.readouterr().err
+
+    def test_validates_once_in_an_epoch(self, trainer, ens, make_batches):
+        batches, batch = make_batches(4), make_batches(1)[0]
+        state, history = trainer.fit(trainer.init(ens), batches, epochs=3, validation=batch, progress=False)
+        assert [row["step"] for row in history if "validation_loss" in row][::2] == [4, 8, 12]
+        # At the end of each, also if the first begins at another step than a multiple of its length.
+        state, _ = trainer.fit(trainer.init(ens), batches, steps=3, progress=False)
+        for steps_per_call in (1, 4):
+            options = {"epochs": 2, "validation": batch, "progress": False, "steps_per_call": steps_per_call}
+            _, history = trainer.fit(state, batches, **options)
+            assert [row["step"] for row in history if "validation_loss" in row][::2] == [7, 11]
+        _, history = trainer.fit(state, batches, epochs=2, validation=batch, validate_every=4, progress=False)
+        assert [row["step"] for row in history if "validation_loss" in row][::2] == [4, 8]
+
+    def test_validates_in_epochs_that_resume(self, tmp_path, trainer, ens, make_batches):
+        batches, batch = make_batches(4), make_batches(1)[0]
+        start, _ = trainer.fit(trainer.init(ens), batches, steps=3, progress=False)
+
+        def fit(**options):
+            stopping = EarlyStopping(evaluate="loss", patience=9)
+            options |= {"validation": batch, "early_stopping": stopping, "progress": False}
+            return trainer.fit(start, batches, epochs=3, **options)
+
+        class Stopped(Exception):
+            pass
+
+        def stop(step, metrics):
+            if step == 9:
+                raise Stopped
+
+        with pytest.raises(Stopped):
+            fit(checkpoint_dir=tmp_path, checkpoint_every=2, callbacks=[stop])
+        _, history = fit(checkpoint_dir=tmp_path, checkpoint_every=2)
+        assert history == fit()[1]
+        assert [row["step"] for row in history if "validation_loss" in row][::2] == [7, 11, 15]
+
+    def test_an_empty_list_is_no_step(self, trainer, ens):
+        with pytest.warns(UserWarning, match="no step was taken, since there are no batches"):
+            trainer.fit(trainer.init(ens), [], epochs=2, progress=False)
+
+    def test_refusals(self, trainer, ens, make_batches):
+        state, batches = trainer.init(ens), make_batches(2)
+        ours = Batches(make_batches(1, batch=23)[0], 5, key=jax.random.key(1), epochs=2)
+
+        class Once:
+            def __init__(self):
+                self.rest = iter(batches)
+
+            def __iter__(self):
+                return self.rest
+
+        for source, options, error, message in (
+            (batches, {"steps": 3}, ValueError, "got steps=3 and epochs=2; pass one of them"),
+            (ours, {}, ValueError, "epochs=2 is given, but the Batches have epochs=2 themselves"),
+            (iter(batches), {}, TypeError, "epochs=2 needs batches that can be iterated again; pass what it iterates"),
+            ((x for x in batches), {}, TypeError, "can be iterated again"),
+            (iter(ours), {}, TypeError, "can be iterated again"),
+            (Once(), {}, ValueError, "epoch 2 has no batches; pass batches that can be iterated 2 times"),
+            (5, {}, TypeError, "batches must be an iterable of batches, but got 5"),
+            (batches[0], {}, TypeError, "batches must be an iterable of batches, but got data"),
+        ):
+            with pytest.raises(error, match=message):
+                trainer.fit(state, source, epochs=2, progress=False, **options)
+        for wrong, error in ((0, ValueError), (1.5, TypeError), (True, TypeError)):
+            with pytest.raises(error, match=r"Trainer\.fit: epochs must be"):
+                trainer.fit(state, batches, epochs=wrong, progress=False)
+        endless = Looped(batches, False)
+        with pytest.raises(ValueError, match="validate_every is needed .* for batches without a length"):
+            trainer.fit(state, endless, epochs=2, validation=batches[0], progress=False)
