@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,6 +19,7 @@ from ...transforms._core.axes import Axes
 from ...transforms._core.compat import Tracer
 from ...transforms._models.hashable import HashablePytree
 from ...transforms._models.stacking import stack
+from .._members.rows import copied_rows
 from .._members.sharding import ENSEMBLE, Layout, within
 from .._members.strategy import Execution, over_members, take_member
 from .._step.member_step import MemberStep
@@ -104,9 +104,11 @@ class Executor:
         structure, size = inputs.state._structure, inputs.size
         after: State
         if execution.strategy != "loop":
-            with within(self._layout_of(execution)):
+            layout = self._layout_of(execution)
+            with within(layout):
                 arrays, step, metrics = self._programs[donate](*self._arguments(execution, inputs))
-            after, metrics = Padded(structure, size, arrays, step), without_padding(metrics, size)
+            after = Padded(structure, size, arrays, step)
+            metrics = metrics if layout is None else without_padding(metrics, size)
         else:
             static, batches = self._static(execution, inputs), _on_device(inputs.batches)
             of_members = []
@@ -147,7 +149,7 @@ class Executor:
     def seconds(self, inputs: StepInputs, donate: bool, execution: Execution, steps: int) -> float:
         """Take `steps` steps, and return the seconds of one: the mean of all but the first, if there are several."""
         # With donation the steps begin with a copy, so that the state of the user stays usable.
-        after = jax.tree.map(jnp.copy, inputs.state) if donate else inputs.state
+        after = copied_rows(inputs.state) if donate else inputs.state
         # JAX computes asynchronously: the clock starts when all earlier work is done, and stops when all results are.
         jax.block_until_ready(after)
         start = time.perf_counter()
@@ -162,7 +164,7 @@ class Executor:
     def _static(self, execution: Execution, inputs: StepInputs) -> tuple[Any, ...]:
         """Return the static argument of the programs; the same object for equal steps in a row, which is quicker."""
         parts = inputs.state._structure, execution, inputs.size, inputs.axes
-        if self._latest is None or any(map(operator.is_not, parts, self._latest[0])):
+        if self._latest is None or parts != self._latest[0]:
             self._latest = parts, (*parts[:3], HashablePytree.of(inputs.axes))
         return self._latest[1]
 

@@ -27,6 +27,7 @@ from .._execution.autotune import Tuning
 from .._execution.forms import State, stacked
 from .._execution.stepper import Stepper, copied
 from .._members.ensemble import Ensemble, M
+from .._members.rows import copied_rows
 from .._members.sharding import Layout
 from .._members.strategy import Execution, Strategy
 from .._step.loss import MemberLoss
@@ -186,11 +187,11 @@ class Trainer:
         if self._layout is None:
             opt_state = self._optimizer.init(ensemble.trainable, size)
             # A copy: a step that donates the memory of a state must not donate the user's ensemble.
-            return jax.tree.map(jnp.copy, TrainState(ensemble, opt_state, jnp.asarray(step), standing))
+            return copied_rows(TrainState(ensemble, opt_state, jnp.asarray(step), standing))
         layout = self._layout
         with layout.context():
             # Placed first, so that arrays computed from them are on the same devices.
-            arrays = jax.tree.map(jnp.copy, layout.place((ensemble.trainable, ensemble.rest)))
+            arrays = copied_rows(layout.place((ensemble.trainable, ensemble.rest)))
             # Compiled with its sharding: each device creates the optimizer state of its own members, without
             # communication.
             init = jax.jit(partial(self._optimizer.init, size=size), out_shardings=layout.of_members(size))
@@ -352,7 +353,7 @@ class Trainer:
             source = map(copied, map(partial(as_arrays, "Trainer.fit", "batch"), source))
         recorder = Recorder(history_every, recorded)
         steps_of_run = Run(self._stepper, watch, recorder, store, callbacks, execution, step, identity)
-        first: State = watch.begin(jax.tree.map(jnp.copy, begin), watched)
+        first: State = watch.begin(copied_rows(begin), watched)
         ended, _, interrupted = run(
             first,
             source,
