@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import _scaling
+import _short_steps
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -234,6 +235,7 @@ def main() -> None:
     parts |= {
         "Many small members": lambda: _scaling.many(*small, rounds, **quick),
         MINDSPORE: lambda: _scaling.source_case(rounds, options.mindspore, "loop" if smoke else "auto"),
+        "Ten small MLPs, 1,000 steps": lambda: _short_steps.short_steps(*((2, 4, 2) if smoke else (10, 1000, rounds))),
         "Overhead of an eager call": lambda: eager_overhead(2 if smoke else 101),
         "`vmap` in chunks": lambda: chunks(*chunk_cases, 2 if smoke else 21),
     }

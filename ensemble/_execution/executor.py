@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -103,9 +102,11 @@ class Executor:
         structure, size = inputs.state._structure, inputs.size
         after: State
         if execution.strategy != "loop":
-            with within(self._layout_of(execution)):
+            layout = self._layout_of(execution)
+            with within(layout):
                 arrays, step, metrics = self._programs[donate](*self._arguments(execution, inputs))
-            after, metrics = Padded(structure, size, arrays, step), without_padding(metrics, size)
+            after = Padded(structure, size, arrays, step)
+            metrics = metrics if layout is None else without_padding(metrics, size)
         else:
             static, batches = self._static(execution, inputs), _on_device(inputs.batches)
             of_members = []
@@ -146,7 +147,7 @@ class Executor:
     def _static(self, execution: Execution, inputs: StepInputs) -> tuple[Any, ...]:
         """Return the static argument of the programs; the same object for equal steps in a row, which is quicker."""
         parts = inputs.state._structure, execution, inputs.size, inputs.axes
-        if self._latest is None or any(map(operator.is_not, parts, self._latest[0])):
+        if self._latest is None or parts != self._latest[0]:
             self._latest = parts, (*parts[:3], HashablePytree.of(inputs.axes))
         return self._latest[1]
 

@@ -70,7 +70,11 @@ def stacked(state: State) -> TrainState:
 
 def rows_of(state: State) -> Arrays:
     """Return the stacked arrays of a state; without the `TrainState`, whose creation takes longer than a short step."""
-    return without_padding(state.arrays, state._size) if isinstance(state, Padded) else stacked(state)._arrays()
+    if not isinstance(state, Padded):
+        return stacked(state)._arrays()
+    # Usually there is no padding, and the status tells so more quickly than the leaves of all arrays.
+    unpadded = state.arrays[3].step.shape[0] == state._size
+    return state.arrays if unpadded else without_padding(state.arrays, state._size)
 
 
 def unstacked(state: State) -> Unstacked:

@@ -89,6 +89,12 @@ def match_sharding(rows: Any, others: Any) -> Any:
 
 
 @jax.jit
+def copied_rows(rows: Any) -> Any:
+    """Return copies of arrays, by one program: an operation for each would compile for every shape."""
+    return jax.tree.map(jnp.copy, rows)
+
+
+@jax.jit
 def where_rows(mask: jax.Array, new: Any, old: Any) -> Any:
     """Return the new rows where the mask is true, and the old ones elsewhere."""
     return jax.tree.map(lambda x, y: jnp.where(by_row(mask, x), x, y), new, old)

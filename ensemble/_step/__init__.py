@@ -9,6 +9,8 @@ metrics. Only the initialization of the state depends on the number of members; 
 - `member_step.py`: `MemberStep`: merges the model, computes the loss and its gradients, checks the results of the loss
   and of `grad_fn`, averages over the mesh axis `data`, and updates the parameters. A member whose step fails stays
   unchanged.
+- `update_where.py`: `update_where`, the update under the condition that the member takes the step, which XLA can
+  compute in place.
 - `member_status.py`: `MemberStatus`: the members that train, those that have stopped, and the reasons; the checks for
   finite values.
 - `state.py`: `TrainState`: the ensemble, the optimizer state, the step and the status, as one pytree.

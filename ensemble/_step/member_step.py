@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ from .loss import MemberLoss
 from .member_status import Stop, finite
 from .optimizer import MemberOptimizer
 from .state import Arrays
+from .update_where import update_where
 
 
 class MemberStep:
@@ -75,11 +75,15 @@ class MemberStep:
         fails = standing.trains & ~finite((metrics["loss"], gradients)) if self.freeze else jnp.array(False)
         takes = standing.trains & ~fails
         extra = {"value": metrics["loss"], "grad": gradients, "value_fn": loss_at, "grad_fn": gradients_at}
-        new = self.optimizer.update(gradients, opt_state, after.trainable, standing.schedules, **extra)
+
+        def new_arrays() -> Any:
+            """Return the arrays of the member if it takes the step."""
+            new = self.optimizer.update(gradients, opt_state, after.trainable, standing.schedules, **extra)
+            return *new, after.rest
+
         # The condition is known before the update, so XLA fuses the selection into it. Checking the new parameters too
         # would cost more passes over all arrays; if they are not finite, the next loss is almost never finite either.
-        kept = jax.tree.map(partial(_taken_or_kept, takes), (*new, after.rest), (trainable, opt_state, rest))
-        trainable, opt_state, rest = kept
+        trainable, opt_state, rest = update_where(takes, new_arrays, (trainable, opt_state, rest))
         # Negative in the step that stops the member, so that the loop reports it once and then stops recording it.
         why = jnp.int32(Stop.NOT_FINITE)
         metrics["stopped"] = jnp.where(fails, -why, standing.stopped)
@@ -115,12 +119,6 @@ class MemberStep:
             kept = jax.tree.map(lambda x, mine, old: old if x is mine else x, after.rest, drawn, rest)
             after = SplitModel(after.structure, after.trainable, kept)
         return metrics, gradients, after
-
-
-def _taken_or_kept(takes: jax.Array, new: Any, old: Any) -> Any:
-    """Return the new array if the member takes the step, else the old one."""
-    # In the dtype of the new array: an optimizer may change the dtype of its state in the first update.
-    return jnp.where(takes, new, old if new.dtype == old.dtype else old.astype(new.dtype))
 
 
 def _value_and_grad(loss: Callable[..., Any]) -> Callable[..., Any]:

@@ -39,6 +39,8 @@ class MemberOptimizer:
         self.numbers: dict[str, Any] = {}
         self.schedules: dict[str, Schedules] = {}
         self._checked_states: set[Any] = set()
+        # Compiled, since each operation on its own would be compiled too.
+        self._init_members = jax.jit(jax.vmap(self._init_member))
         transform = as_transform(optimizer)
         if transform is not None:
             if hyperparams is not None:
@@ -77,7 +79,7 @@ class MemberOptimizer:
 
         # Mapped over the members, so that the state of each has its own numbers in `hyperparams`, where `update` reads
         # them and `exploit` changes them.
-        return jax.vmap(self._init_member)(trainable, self.per_member)
+        return self._init_members(trainable, self.per_member)
 
     def _init_member(self, params: Any, values: Mapping[str, Any]) -> Any:
         """Return the optimizer state of one member, with these values of its hyperparameters."""

@@ -28,6 +28,7 @@ from .._execution.forms import State
 from .._execution.search import Search
 from .._execution.stepper import Stepper, copied
 from .._members.ensemble import M
+from .._members.rows import copied_rows
 from .._members.sharding import everywhere
 from .._members.strategy import Execution
 from .._step.member_status import Stop
@@ -298,7 +299,7 @@ def train(
     schedule = Schedule(None if store is None else store.directory, execution)
     length = None if total is None else start + total
     steps_of_run = Run(stepper, watch, recorder, store, callbacks, schedule, step, length, history_every, identity)
-    first: State = watch.begin(jax.tree.map(jnp.copy, begin), watched)
+    first: State = watch.begin(copied_rows(begin), watched)
     ended, _, interrupted = run(
         first,
         source,

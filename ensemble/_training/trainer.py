@@ -26,6 +26,7 @@ from .._execution.autotune import Tuning
 from .._execution.forms import stacked
 from .._execution.stepper import Stepper
 from .._members.ensemble import Ensemble, M
+from .._members.rows import copied_rows
 from .._members.sharding import Layout
 from .._members.strategy import Execution, Strategy, check_execution
 from .._step.loss import MemberLoss
@@ -195,11 +196,11 @@ class Trainer:
         if self._layout is None:
             opt_state = self._optimizer.init(ensemble.trainable, size)
             # A copy: a step that donates the memory of a state must not donate the user's ensemble.
-            return jax.tree.map(jnp.copy, TrainState(ensemble, opt_state, jnp.asarray(step), standing))
+            return copied_rows(TrainState(ensemble, opt_state, jnp.asarray(step), standing))
         layout = self._layout
         with layout.context():
             # Placed first, so that arrays computed from them are on the same devices.
-            arrays = jax.tree.map(jnp.copy, layout.place((ensemble.trainable, ensemble.rest)))
+            arrays = copied_rows(layout.place((ensemble.trainable, ensemble.rest)))
             # Compiled with its sharding: each device creates the optimizer state of its own members, without
             # communication.
             init = jax.jit(partial(self._optimizer.init, size=size), out_shardings=layout.of_members(size))
