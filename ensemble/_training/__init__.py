@@ -7,8 +7,8 @@ Input: an `Ensemble` and batches. Output: trained members, a history and checkpo
   with `DPSGD` is in `transforms/_runs/loop.py`.
 - `validation.py`: `Validation`, the loss and the metrics of all members on validation data, between steps.
 - `callbacks.py`: `Callback`, a function that is called with metrics, and the state that it may ask for.
-- `fit.py`: `train` is `Trainer.fit` once its options are checked: `resumed` finds the newest checkpoint; `Run` takes the
-  steps, records the history, calls callbacks, saves, and warns of failures. Given the same batches, a resumed run
+- `fit.py`: `train` is `Trainer.fit` once its options are checked: `resumed` finds the newest checkpoint; `Run` takes
+  the steps, records the history, calls callbacks, saves, and warns of failures. Given the same batches, a resumed run
   equals an uninterrupted one to the bit: the checkpoint contains every array and key of the state, the history, the
   data of `Watch`, and the strategy of the last step, and `train` skips the batches that were used.
 - `identity.py`: what identifies a run of `Trainer.fit`, so that it does not resume from checkpoints of another one.
