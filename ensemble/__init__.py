@@ -4,7 +4,7 @@
   `Ensemble.from_apply(...)`. `ens(x)` calls all members, `ens.predict(x)` returns their mean prediction and its
   uncertainty, and `ens[i]` is an ordinary model.
 - `Trainer`: trains all members as one program, each with its own hyperparameters. `fit` adds a progress bar, a history,
-  checkpoints, `EarlyStopping` and `Restarts`.
+  validation, checkpoints, `EarlyStopping` and `Restarts`.
 - `Batches`: shuffled batches, shared by all members or different for each; `grid`: combinations of hyperparameters.
 - `save`, `load`, `load_member`: write and read an ensemble or a training state, or read a single member.
 - `k_best`, `exploit`, `greedy_selection`, `soup`, `select`: choose, copy, combine and average members.

@@ -3,12 +3,14 @@
 Input: an `Ensemble` and batches. Output: trained members, a history and checkpoints.
 
 - `trainer.py`: `Trainer`, the public class. It checks its arguments, combines the step of one member (`_step`) with its
-  executor (`_execution`), creates the first state, iterates over the batches in `fit`, and prints the measurements of
-  "auto". The loop that it shares with `DPSGD` is in `transforms/_runs/loop.py`.
-- `fit.py`: `resumed` finds the newest checkpoint; `Run` takes the steps of `Trainer.fit`, records the history, calls
-  callbacks, saves, and warns of failures. Given the same batches, a resumed run equals an uninterrupted one to the bit:
-  the checkpoint contains every array and key of the state, the history, the data of `Watch`, and the strategy of the
-  last step, and `Trainer.fit` skips the batches that were used.
+  executor (`_execution`), creates the first state, and prints the measurements of "auto". The loop that `fit` shares
+  with `DPSGD` is in `transforms/_runs/loop.py`.
+- `validation.py`: `Validation`, the loss and the metrics of all members on validation data, between steps.
+- `callbacks.py`: `Callback`, a function that is called with metrics, and the state that it may ask for.
+- `fit.py`: `train` is `Trainer.fit` once its options are checked: `resumed` finds the newest checkpoint; `Run` takes
+  the steps, records the history, calls callbacks, saves, and warns of failures. Given the same batches, a resumed run
+  equals an uninterrupted one to the bit: the checkpoint contains every array and key of the state, the history, the
+  data of `Watch`, and the execution, and `train` skips the batches that were used.
 - `progress.py`: the text of the progress bar.
 - `schedule.py`: `Schedule`, the executions of the steps of a run, which a resumed run repeats.
 - `identity.py`: what identifies a run of `Trainer.fit`, so that it does not resume from checkpoints of another one.
@@ -19,7 +21,8 @@ Input: an `Ensemble` and batches. Output: trained members, a history and checkpo
   `Checkpoint.member` reads only one member, and `write` replaces a directory atomically.
 - `population.py`: `select`, `exploit`, `soup` and other operations between runs, which select, copy, perturb or average
   members.
-- `batches.py`: `Batches`, random batches, shared by all members or different for each.
+- `batches.py`: `Batches`, random batches, shared by all members or different for each; `in_epochs`, several passes
+  over batches.
 - `grid.py`: `grid`, hyperparameters for every combination of values.
 - `tensorboard.py`: `TensorBoard`, a callback that writes the metrics as curves.
 """

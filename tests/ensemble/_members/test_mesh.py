@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 from plurax.ensemble import EarlyStopping, Ensemble, Restarts, Trainer, load, save, soup
 from plurax.ensemble._execution.data_parallel import differs
 from plurax.ensemble._execution.executor import StepInputs
+from plurax.ensemble._members.strategy import Execution
 from plurax.transforms import vmap
 
 # All in one worker, which runs the script once.
@@ -279,6 +280,45 @@ def several_steps_in_a_call() -> None:
         assert_close(np.array([row["loss"] for row in again]), np.array([row["loss"] for row in rows]), 1e-4)
 
 
+def validations_and_states() -> None:
+    """Of members with padding, on parts of a batch, on devices of "auto", with data that are shared or of each."""
+    metric: Any = lambda ens, x, y: {"mean": jnp.mean(ens(x)), "each": jnp.mean(ens(x) ** 2, (1, 2))}
+    kept: list[Any] = []
+    whole, parts = (ROWS[:7], TARGETS[:7]), [(ROWS[:5], TARGETS[:5]), (ROWS[5:7], TARGETS[5:7])]
+
+    def fit(size: int, on: Execution | None = None, make: Any = MLP, **options: Any) -> Any:
+        trainer = Trainer(square, optax.adam(0.1), **{"strategy": "vmap", **options})
+        if on is not None:
+            trainer._stepper.choose = lambda *_: on  # type: ignore[method-assign]
+        kept.clear()
+        state, history = trainer.fit(
+            trainer.init(created(make, size)),
+            [(ROWS * i, TARGETS) for i in range(1, 6)],
+            validation=whole if options else parts,
+            validate_every=2,
+            metrics=metric,
+            callbacks=[lambda step, metrics, state: kept.append(state()) if step == 3 else None],
+            progress=False,
+        )
+        return numbers((state, kept[0])), [np.array(list(row.values())) for row in history]
+
+    expected = {size: fit(size) for size in (4, 5)}
+    assert_close(fit(5, mesh=mesh_of(4)), expected[5], 1e-4)
+    assert_close(fit(4, mesh=mesh_of(2, 2), make=SPREAD), expected[4], 1e-4)
+    assert_close(fit(5, mesh=mesh_of(4), strategy="map"), expected[5], 1e-4)
+    assert_close(fit(4, mesh=mesh_of(2), chunk_size=1), expected[4], 1e-4)
+    assert_close(fit(5, Execution("vmap", devices=2)), expected[5], 1e-4)
+    assert_close(fit(4, Execution("map", devices=4)), expected[4], 1e-4)
+    trainer = Trainer(square, optax.adam(0.1), in_axes=0, strategy="vmap", mesh=mesh_of(4))
+    x, y = (np.stack([array * i for i in range(5)]) for array in (ROWS, TARGETS))
+    state, history = trainer.fit(
+        trainer.init(created(MLP, 5)), [(x, y)], validation=(x, y), validate_every=1, progress=False
+    )
+    members = [nnx.view(member, use_running_average=True, deterministic=True) for member in state.ensemble]
+    losses = [square(member, x[i], y[i])[0] for i, member in enumerate(members)]
+    assert_close(np.array([row["validation_loss"] for row in history]), np.array(losses, float), 1e-4)
+
+
 def calls() -> None:
     """Negative axes, and arrays on one device."""
     whole = created(linear, 4)
@@ -517,6 +557,7 @@ WAYS = (
     keys_in_the_batch,
     padded,
     several_steps_in_a_call,
+    validations_and_states,
     calls,
     members_that_leave_a_mesh,
     dropout_of_linen_on_a_data_axis,

@@ -72,6 +72,10 @@ def watching() -> dict[str, Any]:
     }
 
 
+def mean_output(ensemble: Ensemble, x: Any, y: Any) -> dict[str, jax.Array]:
+    return {"mean": jnp.mean(ensemble(x)), "each": jnp.mean(ensemble(x), axis=(1, 2))}
+
+
 def told_to(steps: list[int]) -> Any:
     return lambda step, metrics: steps.append(step)
 
@@ -152,6 +156,23 @@ def run(root: Path) -> dict[str, Any]:
         assert len(state.ensemble) == 4
 
     @check
+    def validates() -> None:
+        for mesh in (flat, across):
+            trainer, kept = trainer_on(mesh), list[Any]()
+            options: dict[str, Any] = {"validation": BATCHES[0], "validate_every": 2, "metrics": mean_output}
+            _, history = trainer.fit(
+                trainer.init(members(5)),
+                BATCHES,
+                progress=False,
+                early_stopping=EarlyStopping(evaluate="mean"),
+                callbacks=[lambda step, metrics, state, kept=kept: kept.append(state())],
+                **options,
+            )
+            assert [int(state.step) for state in kept] == [1, 2, 3, 4]
+            if jax.process_index() == 0:
+                (root / f"history {len(mesh.shape)}").write_text(json.dumps(history))
+
+    @check
     def fails_together() -> None:
         ensemble, put = members(4, flat), array_store.put
 
@@ -226,7 +247,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("process", [0, 1])
 @pytest.mark.parametrize(
-    "name", ["trains_and_goes_on_elsewhere", "pads", "members_stop_and_leave", "fails_together", "own_files"]
+    "name",
+    ["trains_and_goes_on_elsewhere", "pads", "members_stop_and_leave", "validates", "fails_together", "own_files"],
 )
 def test_two_processes(root: Path, name: str, process: int) -> None:
     found = json.loads((root / f"found {process}").read_text())
@@ -256,6 +278,17 @@ def test_members_stop_and_leave_as_in_one_process(root: Path) -> None:
     state = load(root / "files" / "watched" / "step_00000024", trainer.init(members(4)))
     for mine, theirs in zip(numbers(state), numbers(expected), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("axes", [1, 2])
+def test_validates_as_in_one_process(root: Path, axes: int) -> None:
+    trainer = trainer_on(None)
+    options: dict[str, Any] = {"validation": BATCHES[0], "validate_every": 2, "metrics": mean_output}
+    _, expected = trainer.fit(trainer.init(members(5)), BATCHES, progress=False, **options)
+    history = json.loads((root / "files" / f"history {axes}").read_text())
+    assert [row.keys() for row in history] == [row.keys() for row in expected]
+    for row, wanted in zip(history, expected, strict=True):
+        np.testing.assert_allclose(list(row.values()), list(wanted.values()), rtol=1e-5, atol=1e-6)
 
 
 def test_each_process_has_written_its_members(root: Path) -> None:
