@@ -27,17 +27,31 @@ from _models import LEARNING_RATE, MLP, ByHand, LeNet5, chained, cross_entropy, 
 from flax import nnx
 
 from plurax.ensemble import Ensemble, Trainer
+from plurax.ensemble._execution import search
+from plurax.ensemble._execution.executor import StepInputs
 
 
 def ours(
     ensemble: Ensemble, x: Any, y: Any, *, donate: bool = False, **options: Any
 ) -> tuple[Trainer, Callable[[], Any]]:
-    """Return a trainer and its step, after "auto" has measured; `donate` reuses the state's memory, as in `fit`."""
+    """Return a trainer and its step, after "auto" has tried all; `donate` reuses the state's memory, as in `fit`."""
     trainer = Trainer(cross_entropy, optax.adam(LEARNING_RATE), **options)
     call = chained(lambda state: trainer._stepper.advance(state, [(x, y)], donate=donate)[:2], trainer.init(ensemble))
     if options.get("strategy", "auto") == "auto":
-        jax.block_until_ready(call())
+        try_all(trainer, call)
     return trainer, call
+
+
+def try_all(trainer: Trainer, call: Callable[[], Any]) -> None:
+    """Take steps until "auto" has tried all candidates, as at the end of a run of hours."""
+    limits = {"_SHARE": float("inf"), "_PAYS": 0.0}
+    before = {name: getattr(search, name) for name in limits}
+    for name, value in limits.items():
+        setattr(search, name, value)
+    while trainer._stepper.search is None or trainer._stepper.search.is_open:
+        jax.block_until_ready(call())
+    for name, value in before.items():
+        setattr(search, name, value)
 
 
 def loop_by_hand(ensemble: Ensemble, x: Any, y: Any, *, each: bool = False) -> Callable[[], Any]:
@@ -114,12 +128,13 @@ def many(size: int, budgets: tuple[str | None, ...], rounds: int, **options: Any
     rows = []
     for name, trainer in trainers.items():
         tuning = trainer.explain()
+        inputs = StepInputs(trainer.init(ensemble), (x, y), (None, None))
         (chosen,) = [one for one in tuning.candidates if one.execution == tuning.chosen]
         rows.append(
             {
                 "": name,
                 "chosen": str(chosen.execution),
-                "temporaries (MiB)": chosen.temporaries / 2**20,
+                "temporaries (MiB)": trainer._stepper.executor.temporaries(inputs, False, chosen.execution) / 2**20,
                 "ms": times[name]["ms"],
                 "time / loop by hand": ratio(times, name, "JAX loop"),
             }
@@ -134,6 +149,8 @@ def source_case(rounds: int, mindspore: str | None, strategy: str) -> Tables:
     ensemble = Ensemble.create(LeNet5, 4, seed=0)
     trainer = Trainer(cross_entropy, optax.amsgrad, hyperparams={"learning_rate": rates}, in_axes=0, strategy=strategy)
     candidates = {"ours auto": chained(lambda state: trainer.step(state, (x, y)), trainer.init(ensemble))}
+    if strategy == "auto":
+        try_all(trainer, candidates["ours auto"])
     candidates["JAX loop"] = loop_by_hand(ensemble, x, y, each=True)
     command = (str(mindspore), str(Path(__file__).with_name("_mindspore.py")), "4", "3")
     with another_process(*command) if mindspore else nullcontext() as theirs:

@@ -170,7 +170,7 @@ def compare(times: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def measured(tuning: Any) -> list[dict[str, Any]]:
-    """Return what "auto" measured at its first step as table rows."""
+    """Return what "auto" has tried as table rows."""
     return [
         {
             "": str(one.execution),

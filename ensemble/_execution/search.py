@@ -226,13 +226,16 @@ class Search:
         early = 0.0 if left is None else min(_EARLY * (self._elapsed + ahead), (self._elapsed - self._compile_s) / 2)
         most = max(_SHARE * self._elapsed, early) - self._spent
         measuring = (1 + _ROUNDS * _BLOCKS) * max(_SECONDS, steps * each)
-        for execution in self._waiting:
+        if self._slower >= self._most:
+            self.stop("the trials before it have used up tune_seconds")
+            return
+        for execution in list(self._waiting):
             compiling = self._compile_s * (self.size if execution.strategy == "unroll" else 1.5)
             cost = compiling + measuring
             if compiling > _LONGEST_COMPILE:
-                self._why[execution] = f"it takes about {compiling:.0f} s to compile"
-            elif self._slower >= self._most:
-                self._why[execution] = "the trials before it have used up tune_seconds"
+                self._waiting.remove(execution)
+                note = f"{_NOT}it takes about {compiling:.0f} s to compile"
+                self._found[execution] = CandidateExecution(execution, note=note)
             elif cost > most:
                 self._why[execution] = "its trial would take more than a tenth of the run"
             elif _PAYS * cost > ahead:
