@@ -24,6 +24,8 @@ from .._members.strategy import Execution
 
 # The version of the file format, part of the fingerprint, so that files of other versions are not found.
 _FORMAT = 4
+# The notes of candidates that were not tried begin with this.
+NOT_TRIED = "not tried: "
 # The results of this process, shared by all trainers; `tune_cache` is for other processes.
 _remembered: dict[str, Tuning] = {}
 
@@ -80,12 +82,15 @@ class Tuning:
     def summary(self) -> str:
         """Return one sentence: what is used, what it was compared with, and what was not tried, and why."""
         mine = next(one for one in self.candidates if one.execution == self.chosen)
-        parts = [f"{self.chosen} ({self._note(mine) if mine.ms is None else f'{mine.ms:.3g} ms a step'})"]
         notes: dict[str, list[str]] = {}
         for one in self.candidates:
             if one is not mine:
                 notes.setdefault(one.note or f"{one.ms:.3g} ms", []).append(f'"{one.execution}"')
-        return "; ".join([*parts, *(f"{', '.join(names)}: {note}" for note, names in notes.items())])
+        if all(note.startswith(NOT_TRIED) for note in notes):
+            why = " or ".join(note.removeprefix(NOT_TRIED) for note in notes)
+            return f"{self.chosen}, {self._note(mine)}" + (f"; no other was tried: {why}" if notes else "")
+        used = f"{self.chosen} ({self._note(mine) if mine.ms is None else f'{mine.ms:.3g} ms a step'})"
+        return "; ".join([used, *(f"{', '.join(names)}: {note}" for note, names in notes.items())])
 
     def _note(self, one: CandidateExecution) -> str:
         """Return the note of a candidate; nothing that was not compared is called chosen."""

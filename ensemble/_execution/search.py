@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .._members.strategy import Execution
-from .autotune import CandidateExecution, Tuning
+from .autotune import NOT_TRIED, CandidateExecution, Tuning
 
 # The share of the time of a run so far that compiling and measuring may take together, and of its expected time.
 _SHARE, _EARLY = 0.1, 0.07
@@ -28,8 +28,8 @@ _GAIN, _HOPELESS = 0.03, 3.0
 # program, so that it may take some more seconds, and the second may be delayed by other work on the machine.
 _ROUNDS, _BLOCKS, _SECONDS = 2, 2, 0.05
 _SLACK = 0.05, 0.001
-# The notes of candidates that were not tried begin with this; the second is the first reason.
-_NOT, _TOO_FEW = "not tried: ", "there were too few steps"
+# The first reason for a candidate that was not tried.
+_TOO_FEW = "there were too few steps"
 # Longer compilations, in seconds, are not attempted.
 _LONGEST_COMPILE = 60.0
 
@@ -95,7 +95,7 @@ class Search:
     @property
     def known(self) -> Tuning:
         """Return the results, with the reason for each candidate that was not measured."""
-        others = [CandidateExecution(one, note=f"{_NOT}{self._why[one]}") for one in self._waiting]
+        others = [CandidateExecution(one, note=f"{NOT_TRIED}{self._why[one]}") for one in self._waiting]
         mine = self._found.get(self.best, CandidateExecution(self.best))
         found = {self.best: mine, **self._found}
         return Tuning(self.best, (*found.values(), *others), self._where, self._spent)
@@ -234,7 +234,7 @@ class Search:
             cost = compiling + measuring
             if compiling > _LONGEST_COMPILE:
                 self._waiting.remove(execution)
-                note = f"{_NOT}it takes about {compiling:.0f} s to compile"
+                note = f"{NOT_TRIED}it takes about {compiling:.0f} s to compile"
                 self._found[execution] = CandidateExecution(execution, note=note)
             elif cost > most:
                 self._why[execution] = "its trial would take more than a tenth of the run"
