@@ -48,32 +48,34 @@ class LossOfMembers:
           arguments: the arguments of the loss after the model.
           axes: for each array of `arguments` its axis of the members, or None.
         """
-        static, arrays, leaves = self._inputs(state, execution, arguments, axes)
-        with within(static[3]):
+        home, static, arrays, leaves = self._inputs(state, execution, arguments, axes)
+        with within(home):
             losses = self._program(static, arrays, leaves)
         return without_padding(losses, state._size)
 
     def check(self, state: TrainState, arguments: Any, axes: Sequence[int | None]) -> None:
         """Raise what the loss raises for arguments of these shapes, without evaluating it."""
-        static, arrays, leaves = self._inputs(state, Execution("map"), arguments, axes)
-        with within(static[3]):
+        home, static, arrays, leaves = self._inputs(state, Execution("map"), arguments, axes)
+        with within(home):
             self._program.eval_shape(static, arrays, leaves)
 
     def _inputs(self, state: TrainState, execution: Execution, arguments: Any, axes: Sequence[int | None]) -> Any:
-        """Return the static argument of the program, and the arrays on the devices of the members."""
-        # A step on several devices of a CPU leaves the members there.
-        layout = self._layout or Layout.around(state._arrays())
-        leaves, treedef = jax.tree.flatten(arguments)
-        arrays = state._arrays()
+        """Return where the members are, the static argument of the program, and the arrays on those devices."""
+        arrays, (leaves, treedef) = state._arrays(), jax.tree.flatten(arguments)
+        # A step on several devices of a CPU leaves the members there, or copies of them if they do not divide evenly.
+        layout = self._layout or Layout.around(arrays)
+        home = layout or Layout.home(arrays)
         if layout is not None:
-            arrays, leaves = padded(state, layout).arrays, list(map(layout.place_shared, leaves))
+            arrays = padded(state, layout).arrays
+        if home is not None:
+            leaves = list(map(layout.place_shared if layout is not None else home.reach, leaves))
         # "loop" is no single program, and a validation has no need for one program for each member. In a compiled loop,
         # XLA is slow at convolutions.
         if execution.strategy == "loop":
             execution = execution._replace(strategy="map", products=True)
         of_arguments = HashablePytree.of((axes, treedef))
         static = state._structure, execution._replace(devices=1), state._size, layout, of_arguments
-        return static, arrays, leaves
+        return home, static, arrays, leaves
 
     def _of_all(self, static: tuple[Any, ...], arrays: Arrays, leaves: list[Any]) -> jax.Array:
         """Return the losses of all members, with those of the padding; compiled in `__init__`."""

@@ -284,7 +284,9 @@ def validations_and_states() -> None:
     """Of members with padding, on parts of a batch, on devices of "auto", with data that are shared or of each."""
     metric: Any = lambda ens, x, y: {"mean": jnp.mean(ens(x)), "each": jnp.mean(ens(x) ** 2, (1, 2))}
     kept: list[Any] = []
-    whole, parts = (ROWS[:7], TARGETS[:7]), [(ROWS[:5], TARGETS[:5]), (ROWS[5:7], TARGETS[5:7])]
+    # On one device, which is not that of all members; in parts, on the host.
+    whole = tuple(jax.device_put(x[:7], jax.devices()[0]) for x in (ROWS, TARGETS))
+    parts = [(ROWS[:5], TARGETS[:5]), (ROWS[5:7], TARGETS[5:7])]
 
     def fit(size: int, on: Execution | None = None, make: Any = MLP, **options: Any) -> Any:
         trainer = Trainer(square, optax.adam(0.1), **{"strategy": "vmap", **options})
@@ -294,7 +296,7 @@ def validations_and_states() -> None:
         state, history = trainer.fit(
             trainer.init(created(make, size)),
             [(ROWS * i, TARGETS) for i in range(1, 6)],
-            validation=whole if options else parts,
+            validation=whole if options or on else parts,
             validate_every=2,
             metrics=metric,
             callbacks=[lambda step, metrics, state: kept.append(state()) if step == 3 else None],

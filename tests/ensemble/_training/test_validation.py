@@ -1,10 +1,12 @@
 """Validation between the steps of `Trainer.fit`, and early stopping by the name of its values."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plurax.ensemble import Batches, EarlyStopping, Ensemble, Restarts, TensorBoard, Trainer, metrics
@@ -651,6 +653,54 @@ def test_an_interrupted_run_resumes_to_the_bit(tmp_path, every, strategy, assert
     np.testing.assert_equal(again, history)
     assert (np.asarray(whole.standing.stopped) == 2).any()
     assert (np.asarray(whole.standing.restarts) == 1).any()
+
+
+@settings(max_examples=10)
+@given(
+    every=st.integers(1, 5),
+    times=st.integers(1, 2),
+    history_every=st.integers(1, 4),
+    checkpoint_every=st.integers(1, 6),
+    cut=st.integers(1, 11),
+    begun=st.integers(0, 2),
+    name=st.sampled_from(["loss", "accuracy", "nll"]),
+)
+def test_any_run_resumes_to_the_bit(every, times, history_every, checkpoint_every, cut, begun, name, assert_same):
+    """In epochs, from a state that has taken steps, with any intervals, interrupted anywhere."""
+
+    class Stopped(Exception):
+        pass
+
+    def stop(step, metrics):
+        if step >= begun + cut:
+            raise Stopped
+
+    start = TRAINER.init(Ensemble.create(Net, 4, seed=0))
+    if begun:
+        start, _ = TRAINER.fit(start, batches(begun), progress=False)
+
+    def run(directory=None, **options):
+        return TRAINER.fit(
+            start,
+            batches(4),
+            epochs=3,
+            progress=False,
+            history_every=history_every,
+            validation=(X, Y),
+            validate_every=None if every == 5 else every,
+            metrics=scores,
+            early_stopping=EarlyStopping(evaluate=name, every=None if every == 5 else times * every, patience=1),
+            checkpoint_dir=directory,
+            **options,
+        )
+
+    whole, expected = run()
+    with tempfile.TemporaryDirectory() as directory:
+        with contextlib.suppress(Stopped):
+            run(directory, checkpoint_every=checkpoint_every, callbacks=[stop])
+        state, history = run(directory)
+    assert_same(state, whole)
+    np.testing.assert_equal(history, expected)
 
 
 def kill_again_and_again(directory, kills):
