@@ -192,7 +192,7 @@ def by_rule(jaxpr: Jaxpr, platform: str) -> Execution:
 
     The CPU backend of XLA is slow at a convolution with batched weights, in a loop, and at its gradients, and fast at
     matrix products. As products, convolutions of small arrays are batched; larger ones would not stay in the caches, so
-    one member follows another. Within 1.4 times the fastest of ten convolutional networks on two cores; without the
+    one member follows another. Within 1.4 times the fastest for thirteen convolutional networks on two cores; without the
     products, up to 19 times.
     """
     largest = largest_convolution(jaxpr) if platform == "cpu" else 0
