@@ -129,7 +129,7 @@ class Search:
 
     def pause(self) -> None:
         """Exclude the time until the next step, between two runs."""
-        self._latest = 0.0
+        self._latest = self._check = 0.0
 
     def next(self, steps: int, left: int | None, lower: Callable[[Execution], Any]) -> Execution:
         """Return the execution of the next call, which takes `steps` steps.

@@ -64,7 +64,7 @@ class Stepper:
         # The axes of the arguments, by the number of members, structure and shapes, for which they were checked.
         self._axes: dict[Any, tuple[Axes, ...]] = {}
         self._checked_splits: set[Any] = set()
-        self._searches: dict[Any, Search] = {}
+        self._searches: dict[Any, Search | Execution] = {}
         self._chunks: dict[Any, Execution] = {}
         self._temporaries: dict[Any, int] = {}
 
@@ -237,20 +237,23 @@ class Stepper:
 
     def _search_for(self, inputs: StepInputs, donate: bool, earlier: Tuning | None = None) -> Search | Execution:
         """Return the search for a kind of model and batch; an execution where nothing can be tried."""
-        kind = donate, inputs.kind
+        kind, traced = (donate, inputs.kind), inputs.is_traced
         if kind in self._searches and earlier is None:
-            search = self._searches[kind]
-            return search.best if inputs.is_traced else search
+            found = self._searches[kind]
+            return found.best if traced and isinstance(found, Search) else found
         layout, jaxpr = self.executor.layout, self.executor.member_program(inputs)
         rule = by_rule(jaxpr, jax.default_backend())
         # Nothing can be timed inside a trace. Several processes would measure different times and choose differently.
-        if inputs.is_traced or not self._seconds or not (layout is None or layout.in_one_process):
-            return rule if earlier is None else earlier.chosen
+        if traced or not self._seconds or not (layout is None or layout.in_one_process):
+            rule = rule if earlier is None else earlier.chosen
+            if not traced:  # not stored for a traced step, so that a later untraced step begins a search
+                self._searches[kind] = rule
+            return rule
         key = self._fingerprint(jaxpr, inputs, donate)
         where = f"{inputs.size} × {inputs.state._structure!r} on {jax.devices()[0].device_kind}"
         known = earlier or recall(key, self._cache) or Tuning(rule, (), where, 0.0)
         sizes = inputs.size, self._members_per_device(inputs)
-        self._searches[kind] = Search(
+        search = self._searches[kind] = Search(
             known,
             self._candidates(rule, has_convolution(jaxpr), sizes[1]),
             sizes,
@@ -258,7 +261,7 @@ class Stepper:
             self._budget,
             partial(remember, key, directory=self._cache),
         )
-        return self._searches[kind]
+        return search
 
     def _fingerprint(self, jaxpr: Jaxpr, inputs: StepInputs, donate: bool) -> str:
         layout = self.executor.layout

@@ -132,7 +132,8 @@ class Run:
 
     def _step(self, state: State, batches: list[Any]) -> tuple[State, dict[str, jax.Array]]:
         """Take the steps with the execution of an earlier run, or else with that which the search wants."""
-        earlier = self.schedule.at(self.taken)
+        # Where nothing is tried, the execution of the last step stays, also for batches of another kind.
+        earlier = self.schedule.at(self.taken) or (self.execution if self.search is None else None)
         left = None if self.length is None else self.length - self.taken
         options: dict[str, Any] = {"donate": True, "search": self.search, "left": left}
         if self.execution is not None:
