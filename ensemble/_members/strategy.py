@@ -192,8 +192,8 @@ def by_rule(jaxpr: Jaxpr, platform: str) -> Execution:
 
     The CPU backend of XLA is slow at a convolution with batched weights, in a loop, and at its gradients, and fast at
     matrix products. As products, convolutions of small arrays are batched; larger ones would not stay in the caches, so
-    one member follows another. Within 1.4 times the fastest for thirteen convolutional networks on two cores; without the
-    products, up to 19 times.
+    one member follows another. For thirteen convolutional networks on two cores, this took up to 1.4 times as long as
+    the fastest way, and one member after another without products up to 19 times.
     """
     largest = largest_convolution(jaxpr) if platform == "cpu" else 0
     if not largest:

@@ -106,7 +106,7 @@ class Run:
 
     def advance(self, state: State, batches: list[Any]) -> tuple[State, Report]:
         """Take a step for each batch, then stop or restart members; return the new state and the report."""
-        watch, batches = self.watch, [as_arrays("Trainer.fit", "batch", batch) for batch in batches]
+        watch = self.watch
         if len(watch.active) < watch.size:
             # Batches have slices for all members, but the state has no rows for those that have left the run.
             given = [self.stepper.arguments(batch, watch.size) for batch in batches]
@@ -293,9 +293,9 @@ def train(
             store.going_on(step, identity.differences)
         if step != target:
             store.check_room(step, (begin, watch.best, watch.snapshot))
+    source = map(partial(as_arrays, "Trainer.fit", "batch"), source)
     # Batches that wait for others are copied, since a data loader may reuse their memory.
-    if together > 1:
-        source = map(copied, map(partial(as_arrays, "Trainer.fit", "batch"), source))
+    source = map(copied, source) if together > 1 else source
     recorder = Recorder(history_every, recorded)
     schedule = Schedule(None if store is None else store.directory, execution)
     length = None if total is None else start + total

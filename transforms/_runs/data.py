@@ -28,9 +28,11 @@ def as_arrays(api: str, name: str, tree: Any) -> Any:
       TypeError: a leaf is neither a number nor an array of numbers, for example a string.
     """
     leaves, structure = jax.tree.flatten(tree)
+    if all([isinstance(x, jax.Array) for x in leaves]):
+        return tree  # handled early, since a step may be shorter than the checks below
     arrays = [_as_array(leaf) for leaf in leaves]
     if all(x is leaf for x, leaf in zip(arrays, leaves, strict=True)):
-        return tree  # the usual case
+        return tree
     for (path, leaf), x in zip(jax.tree.leaves_with_path(tree), arrays, strict=True):
         if x is None:
             what = f"`{leaf_name(name, path)}` is {describe(leaf)}, not a number or an array of numbers"
