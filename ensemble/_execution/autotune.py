@@ -121,7 +121,7 @@ def recall(key: str, directory: Path | None) -> Tuning | None:
     """Return an earlier result for a program, from this process or the directory; None if there is none."""
     if key not in _remembered and directory is not None:
         # A file that is missing or damaged is ignored.
-        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+        with suppress(OSError, ValueError, TypeError, LookupError, AttributeError):
             _remembered[key] = tuning_of(json.loads((directory / f"{key}.json").read_text()))
     return _remembered.get(key)
 

@@ -36,7 +36,7 @@ class Schedule:
         self._last, self.known = last, None
         if self._path is not None and last is not None:
             # Without the file, or with a damaged one, the run keeps the execution of the checkpoint.
-            with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+            with suppress(OSError, ValueError, TypeError, LookupError, AttributeError):
                 read = json.loads(self._path.read_text())
                 changes = [(int(step), Execution(*one)) for step, one in read["changes"]]
                 known = tuning_of(read["known"])

@@ -173,14 +173,24 @@ class Test_a_trainer:
             again, rows = auto().fit(auto().init(ens), batches, **options)
             assert_same(again, whole)
             assert rows == history
-        directory = options["checkpoint_dir"] = tmp_path / "without the file"
-        shutil.copytree(tmp_path / "whole" / "step_00000030", directory / "step_00000030")
-        manifest = json.loads((directory / "step_00000030" / "plurax.json").read_text())
+
+    @pytest.mark.parametrize("content", [None, "", "{", "[]", '{"changes": [], "known": {}}'])
+    def test_without_its_schedule_a_run_keeps_the_execution_of_the_checkpoint(
+        self, tmp_path, plain, create, cross_entropy, make_batches, content
+    ) -> None:
+        batches, ens = make_batches(60), create(plain, 3)
+        auto = lambda: Trainer(cross_entropy, optax.adam(0.01), tune_seconds=9)
+        options = {"progress": False, "checkpoint_dir": tmp_path, "checkpoint_every": 1}
+        auto().fit(auto().init(ens), batches[:20], **options)
+        (tmp_path / "executions.json").unlink()
+        if content is not None:
+            (tmp_path / "executions.json").write_text(content)
+        before = json.loads((tmp_path / "step_00000020" / "plurax.json").read_text())
         trainer = auto()
         trainer.fit(trainer.init(ens), batches, **options)
-        assert trainer.explain() is None  # keeps the execution of its checkpoint
-        last = json.loads((max(directory.glob("step_*")) / "plurax.json").read_text())
-        assert [last[name] for name in Execution._fields] == [manifest[name] for name in Execution._fields]
+        assert trainer.explain() is None
+        after = json.loads((tmp_path / "step_00000060" / "plurax.json").read_text())
+        assert [after[name] for name in Execution._fields] == [before[name] for name in Execution._fields]
 
     def test_refuses_invalid_cache_locations(self, tmp_path, plain, cross_entropy, make_batches) -> None:
         (tmp_path / "file").write_text("")

@@ -289,9 +289,7 @@ def validations_and_states() -> None:
     parts = [(ROWS[:5], TARGETS[:5]), (ROWS[5:7], TARGETS[5:7])]
 
     def fit(size: int, on: Execution | None = None, make: Any = MLP, **options: Any) -> Any:
-        trainer = Trainer(square, optax.adam(0.1), **{"strategy": "vmap", **options})
-        if on is not None:
-            trainer._stepper.choose = lambda *_: on  # type: ignore[method-assign]
+        trainer = Trainer(square, optax.adam(0.1), **{"strategy": on or "vmap", **options})
         kept.clear()
         state, history = trainer.fit(
             trainer.init(created(make, size)),
