@@ -225,6 +225,12 @@ def _gathered(data: Any, order: jax.Array, start: jax.Array, size: int, count: i
     return [jax.tree.map(partial(take, axis=axis), batches) for take in slices]
 
 
+def _is_torch_dataset(x: Any) -> bool:
+    """Return whether `x` is a `torch.utils.data.Dataset` with an index, which Python iterates by its examples."""
+    bases = {f"{base.__module__}.{base.__qualname__}" for base in type(x).__mro__}
+    return "torch.utils.data.dataset.Dataset" in bases and not hasattr(x, "__iter__")
+
+
 def _is_mapped(x: Any) -> bool:
     """Return whether `x` is a memory-mapped array, or a view of one."""
     # Not by the class: a selection of elements of an `np.memmap` is a copy in memory.
@@ -300,7 +306,7 @@ def check_source(batches: Any, in_axes: Axes, size: int, ends: bool) -> None:
       ends: whether the run ends without the end of the batches.
 
     Raises:
-      TypeError: the batches are a data set: an array, a dict, or a tuple of arrays.
+      TypeError: the batches are a data set: an array, a dict, a tuple of arrays, or a `Dataset` of PyTorch.
       ValueError: `Batches` never end, though the run needs their end, or are for other members than `in_axes`.
     """
     several = isinstance(batches, tuple) and any(map(is_array_like, batches))
@@ -308,6 +314,10 @@ def check_source(batches: Any, in_axes: Axes, size: int, ends: bool) -> None:
         found = "a tuple of arrays" if several else describe(batches)
         remedy = "Batches(data, batch_size, key=...), [data] * steps for full batches, or a list of batches"
         raise TypeError(f"Trainer.fit: batches must be an iterable of batches, but got data, {found}; pass {remedy}.")
+    if _is_torch_dataset(batches):
+        remedy = "a DataLoader(dataset, batch_size=...), or DataLoader(dataset, batch_size=None) if it holds batches"
+        kind = type(batches).__name__
+        raise TypeError(f"Trainer.fit: got a {kind}, a data set that yields single examples; pass {remedy}.")
     source = batches._batches if isinstance(batches, BatchIterator) else batches
     if not isinstance(source, Batches):
         return

@@ -315,7 +315,8 @@ class Trainer:
           interrupts immediately.
 
         Raises:
-          TypeError: as for `step`; `batches` is not iterable, or is a data set (an array, a dict, a tuple of arrays);
+          TypeError: as for `step`; `batches` is not iterable, or is a data set (an array, a dict, a tuple of arrays, a
+            PyTorch `Dataset`);
             `validation`, or `batches` with `epochs`, can be iterated only once; a count is not an int;
             `early_stopping` or `restarts` has another type; `metrics` is not a function, or does not return a dict;
             `callbacks` is not a list of functions.

@@ -560,3 +560,11 @@ class Test_epochs:
         endless = Looped(batches, False)
         with pytest.raises(ValueError, match="validate_every is needed .* for batches without a length"):
             trainer.fit(state, endless, epochs=2, validation=batches[0], progress=False)
+
+
+def test_a_dataset_of_pytorch_is_refused(create, plain, cross_entropy):
+    """Python would iterate over its single examples. PyTorch is not needed for the class of that name."""
+    base = type("Dataset", (), {"__module__": "torch.utils.data.dataset", "__getitem__": lambda self, i: DATA["x"][i]})
+    trainer = Trainer(cross_entropy, optax.sgd(0.1))
+    with pytest.raises(TypeError, match="got a Images, a data set that yields single examples; pass a DataLoader"):
+        trainer.fit(trainer.init(create(plain, 2)), type("Images", (base,), {})(), progress=False)
