@@ -79,7 +79,7 @@ class Search:
         self.best, self.size = known.chosen, size[0]
         self.listener: Callable[[list[tuple[int, Execution]]], None] | None = None
         self._per_device, self._most, self._budget, self._remember = size[1], seconds, budget, remember
-        tried = [one for one in known.candidates if one.compile_s is not None or one.note.startswith("fails")]
+        tried = [x for x in known.candidates if x.ms is not None or (x.note and not x.note.startswith(NOT_TRIED))]
         self._where, self._found = known.where, {one.execution: one for one in tried}
         self._waiting = [one for one in waiting if one not in self._found and one != self.best]
         self._why = dict.fromkeys(self._waiting, _TOO_FEW)
@@ -98,6 +98,9 @@ class Search:
         others = [CandidateExecution(one, note=f"{NOT_TRIED}{self._why[one]}") for one in self._waiting]
         mine = self._found.get(self.best, CandidateExecution(self.best))
         found = {self.best: mine, **self._found}
+        for one in found.values():
+            if one.ms is None and not one.note and one.execution != self.best:
+                found[one.execution] = replace(one, note=f"{NOT_TRIED}its trial has not ended")
         return Tuning(self.best, (*found.values(), *others), self._where, self._spent)
 
     @property
@@ -128,8 +131,14 @@ class Search:
         self._elapsed = seconds
 
     def pause(self) -> None:
-        """Exclude the time until the next step, between two runs."""
-        self._latest = self._check = 0.0
+        """Exclude the time until the next step, between two runs, and begin a trial that has not ended anew."""
+        self._latest = self._check = self._begun = 0.0
+        if self._blocks:
+            candidate = self._blocks[-1].execution
+            self._blocks = []
+            self._found.pop(candidate)
+            self._waiting.insert(0, candidate)
+            self._why[candidate] = "its trial has not ended"
 
     def next(self, steps: int, left: int | None, lower: Callable[[Execution], Any]) -> Execution:
         """Return the execution of the next call, which takes `steps` steps.
@@ -141,7 +150,9 @@ class Search:
         """
         now = time.perf_counter()
         if self._latest:
-            self._elapsed += now - self._latest
+            # A longer pause, as between two cells of a notebook, is not time of the run.
+            each = (self._elapsed - self._compile_s) / max(1, self._steps)
+            self._elapsed += min(now - self._latest, max(1.0, 10 * steps * each))
         self._latest = now
         if not self._blocks and now >= self._check:
             self._consider(steps, left, lower)

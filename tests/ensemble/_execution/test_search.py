@@ -251,11 +251,29 @@ def test_members_that_leave_end_the_search(monkeypatch) -> None:
     assert run.plans[-1][1] == [(0, VMAP)]
 
 
-def test_a_pause_is_not_time_of_the_run(monkeypatch) -> None:
+@pytest.mark.parametrize("told", [True, False])
+def test_a_pause_is_not_time_of_the_run(monkeypatch, told) -> None:
     run = Run(monkeypatch, lambda _: 0.01).take(100)
-    run.search.pause()
+    if told:
+        run.search.pause()
     run.now += 1e6
     assert set(run.take(100).used) == {VMAP}
+
+
+@pytest.mark.parametrize("pause", [True, False])
+def test_a_trial_that_has_not_ended_is_said_and_repeated(monkeypatch, pause) -> None:
+    run = Run(monkeypatch, lambda one: 0.005 if one == LOOP else 0.01, waiting=(LOOP,)).take(100)
+    while run.search.block is None or run.search.block.execution == VMAP:
+        run.take(2)
+    if pause:
+        run.search.pause()
+        assert run.search.block is None
+    assert run.notes["loop"] == "not tried: its trial has not ended"
+    assert "its trial has not ended" in run.search.known.summary()
+    assert "its trial has not ended" in str(run.search.known)
+    known = run.search.known
+    assert run.take(10_000).search.best == LOOP
+    assert Run(monkeypatch, run.seconds, waiting=(LOOP,), known=known).take(10_000).search.best == LOOP
 
 
 def test_the_table() -> None:
