@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -241,7 +242,8 @@ class Run:
         if isinstance(self.search, Search):
             self.search.pause()
             if aloud:
-                tqdm.write(f'strategy="auto" used {self.search.known.summary()}.', file=sys.stderr)
+                text = f'strategy="auto" used {self.search.known.summary()}.'
+                tqdm.write(textwrap.fill(text, 99, break_on_hyphens=False), file=sys.stderr)
         # Steps after the last member had stopped are not counted.
         step = int(last.step)
         if self.stepper.freezes and step > watch.start and (nonfinite := watch.nonfinite(given, last)).size:
