@@ -21,7 +21,7 @@ from .._step.member_step import MemberStep
 from .autotune import Tuning, fingerprint, recall, remember
 from .data_parallel import check_split
 from .executor import Executor, StepInputs
-from .forms import State
+from .forms import State, Unstacked, stacked, unstacked
 from .search import Search, chunk_of
 
 # Where "loop" is not possible, "auto" replaces it with "unroll" for at most this many members, and with "map" for more.
@@ -175,6 +175,9 @@ class Stepper:
             after, metrics = self.executor.execute(execution, inputs, donate)
         else:
             if search.starts_block():
+                # Before the clock starts, the state gets the form that this execution needs, which may compile too.
+                loops = execution.strategy == "loop" and donate
+                inputs = inputs._replace(state=unstacked(inputs.state) if loops else _not_unstacked(inputs.state))
                 jax.block_until_ready((inputs.state, inputs.batches))
                 search.begin()
             try:
@@ -314,6 +317,10 @@ class Stepper:
             found = largest_chunk("Trainer", lambda n: self._need(inputs, donate, of_chunk(n)), members, self._budget)
             self._chunks[kind] = of_chunk(found)
         return self._chunks[kind]
+
+
+def _not_unstacked(state: State) -> State:
+    return stacked(state) if isinstance(state, Unstacked) else state
 
 
 def _is_deleted(state: State) -> bool:
