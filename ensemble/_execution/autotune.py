@@ -76,6 +76,8 @@ class Tuning:
             compile_s = "" if one.compile_s is None else f"{one.compile_s:.2f}"
             rows.append((str(one.execution), ms, temporaries, compile_s, self._note(one)))
         width = max(len(name) for name, *_ in rows)
+        if not any(any(row[1:4]) for row in rows[1:]):  # nothing was compiled besides the program of the rule
+            return "\n".join([self.where, *(f"{name:{width}}  {note}" for name, *_, note in rows[1:])])
         lines = [f"{a:{width}}  {b:>6}  {c:>11}  {d:>11}  {e}".rstrip() for a, b, c, d, e in rows]
         return "\n".join([f"{self.where}, {self.seconds:.1f} s for trials", *lines])
 

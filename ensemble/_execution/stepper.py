@@ -184,7 +184,7 @@ class Stepper:
                 after, metrics = self.executor.execute(execution, inputs, donate)
                 if search.ends_block(steps):
                     jax.block_until_ready((after, metrics))
-            except Exception as error:
+            except Exception as error:  # such as too little memory for a candidate
                 if execution == search.best or _is_deleted(inputs.state):
                     raise
                 search.failed(error)

@@ -289,5 +289,7 @@ def test_the_table() -> None:
     assert lines[2].split() == ["map", "10", "0.25", "chosen"]
     assert lines[3].split() == ["vmap", "20", "3", "MiB", "0.50"]
     assert lines[4].split(maxsplit=1) == ["loop", "not tried: there were too few steps"]
+    unknown = Tuning(VMAP, (CandidateExecution(VMAP), CandidateExecution(LOOP, note="not tried: too few")), "here", 0.0)
+    assert str(unknown) == "here\nvmap  by the rule, not compared\nloop  not tried: too few"
     summary = 'map (10 ms a step); "vmap": 20 ms; "loop": not tried: there were too few steps'
     assert found.summary() == summary
