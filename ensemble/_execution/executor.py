@@ -18,6 +18,7 @@ from ...transforms._core.axes import Axes
 from ...transforms._core.compat import Tracer
 from ...transforms._models.hashable import HashablePytree
 from ...transforms._models.stacking import stack
+from ...transforms._runs.source import first_of
 from .._members.sharding import ENSEMBLE, Layout, within
 from .._members.strategy import Execution, over_members, take_member
 from .._step.member_step import MemberStep
@@ -32,18 +33,19 @@ class StepInputs(NamedTuple):
       state: the training state before the step.
       arguments: the arguments of the loss after the model.
       axes: the axes of each argument along which the members are mapped.
-      more: the arguments of further steps, which are taken in the same program; their kinds are equal.
+      steps: the number of steps, if one program takes several; `arguments` then have them along a new axis 0, which
+        `axes` do not count.
     """
 
     state: State
     arguments: tuple[Any, ...]
     axes: tuple[Axes, ...]
-    more: tuple[tuple[Any, ...], ...] = ()
+    steps: int | None = None
 
     @property
-    def batches(self) -> tuple[tuple[Any, ...], ...]:
-        """Return the arguments of all steps."""
-        return self.arguments, *self.more
+    def first(self) -> StepInputs:
+        """Return the inputs of the first step."""
+        return self if self.steps is None else self._replace(arguments=first_of(self.arguments), steps=None)
 
     @property
     def size(self) -> int:
@@ -55,7 +57,7 @@ class StepInputs(NamedTuple):
         """Return a hashable value that identifies the compiled program: structures, shapes, dtypes and axes."""
         leaves, treedef = jax.tree.flatten((self.state._member(), self.arguments))
         shapes = tuple((x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in leaves)
-        return self.state._structure, self.size, treedef, shapes, HashablePytree.of(self.axes), len(self.more)
+        return self.state._structure, self.size, treedef, shapes, HashablePytree.of(self.axes), self.steps
 
     @property
     def is_traced(self) -> bool:
@@ -66,7 +68,8 @@ class StepInputs(NamedTuple):
 
     def of_member(self) -> tuple[Any, ...]:
         """Return the shapes and dtypes of the inputs of one member's step."""
-        batch = jax.eval_shape(lambda *args: take_member(args, self.axes, 0), *self.arguments)
+        one = self.arguments if self.steps is None else jax.eval_shape(first_of, self.arguments)
+        batch = jax.eval_shape(lambda *args: take_member(args, self.axes, 0), *one)
         return self.state._member(), *batch
 
 
@@ -108,7 +111,7 @@ class Executor:
             after = Padded(structure, size, arrays, step)
             metrics = metrics if layout is None else without_padding(metrics, size)
         else:
-            static, batches = self._static(execution, inputs), _on_device(inputs.batches)
+            static, batches = self._static(execution, inputs), _on_device(inputs.arguments)
             of_members = []
             # The index is an array, so that one program serves all members.
             if donate:
@@ -123,7 +126,7 @@ class Executor:
                 for i in range(size):
                     new, metrics = self._row_program(static, arrays, new, np.uint32(i), batches)
                     of_members.append(metrics)
-            step, metrics = _next_step_and_stacked(inputs.state.step, of_members, len(batches))
+            step, metrics = _next_step_and_stacked(inputs.state.step, of_members, inputs.steps or 1)
             after = Unstacked(structure, members, step) if donate else TrainState._of_arrays(structure, new, step)
         return after if donate else stacked(after), metrics
 
@@ -136,7 +139,7 @@ class Executor:
         """Return the lowered program of a step; for "loop", that of one member."""
         if execution.strategy == "loop":
             static, member = self._static(execution, inputs), inputs.state._member()
-            last = np.uint32(0), _on_device(inputs.batches)
+            last = np.uint32(0), _on_device(inputs.arguments)
             if donate:
                 return self._member_program.lower(static, member, *last)
             rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((inputs.size, *x.shape), x.dtype), member)
@@ -146,19 +149,19 @@ class Executor:
 
     def _static(self, execution: Execution, inputs: StepInputs) -> tuple[Any, ...]:
         """Return the static argument of the programs; the same object for equal steps in a row, which is quicker."""
-        parts = inputs.state._structure, execution, inputs.size, inputs.axes
+        parts = inputs.state._structure, execution, inputs.size, inputs.steps, inputs.axes
         if self._latest is None or parts != self._latest[0]:
-            self._latest = parts, (*parts[:3], HashablePytree.of(inputs.axes))
+            self._latest = parts, (*parts[:4], HashablePytree.of(inputs.axes))
         return self._latest[1]
 
     def _arguments(self, execution: Execution, inputs: StepInputs) -> tuple[Any, ...]:
         """Return the arguments of a program of all members, with the arrays on the devices of that program."""
-        state, batches = inputs.state, inputs.batches
+        state, batches = inputs.state, inputs.arguments
         static, layout = self._static(execution, inputs), self._layout_of(execution)
         if layout is None:
             return static, rows_of(state), state.step, batches
         state = padded(state, layout)
-        placed = tuple(layout.place_batch(arguments, inputs.axes, inputs.size) for arguments in batches)
+        placed = layout.place_batch(batches, inputs.axes, inputs.size, stacked=inputs.steps is not None)
         return static, state.arrays, state.step, placed
 
     def _layout_of(self, execution: Execution) -> Layout | None:
@@ -182,13 +185,13 @@ class Executor:
         self, in_place: bool, static: tuple[Any, ...], arrays: Arrays, step: jax.Array, batches: Any
     ) -> tuple[Arrays, jax.Array, dict[str, Any]]:
         """Return the new arrays of all members, the next step number, and the metrics; compiled in `__init__`."""
-        one = partial(self._one_step_of_all, in_place, static)
-        arrays, metrics = _in_sequence(one, arrays, batches)
-        return arrays, step + len(batches), metrics
+        one, steps = partial(self._one_step_of_all, in_place, static), static[3]
+        arrays, metrics = _in_sequence(one, arrays, batches, steps)
+        return arrays, step + (steps or 1), metrics
 
     def _one_step_of_all(self, in_place: bool, static: tuple[Any, ...], arrays: Arrays, batch: Any) -> Any:
         """Return the new arrays of all members, and the metrics."""
-        structure, execution, size, axes = static
+        structure, execution, size, _, axes = static
         layout = self._layout_of(execution)
         of_member = partial(self._step, structure, split=layout is not None and layout.shards > 1)
 
@@ -204,10 +207,10 @@ class Executor:
 
     def _step_of_member(self, static: tuple[Any, ...], arrays: Arrays, i: jax.Array, batches: Any) -> Any:
         """Return the new arrays and the metrics of a member; compiled once for all members."""
-        structure, execution, _, axes = static
+        structure, execution, _, steps, axes = static
         step: Callable[..., Any] = partial(self._step, structure)
         step = convolutions_as_products(step) if execution.products else step
-        return _in_sequence(lambda own, batch: step(own, *take_member(batch, axes.value, i)), arrays, batches)
+        return _in_sequence(lambda own, batch: step(own, *take_member(batch, axes.value, i)), arrays, batches, steps)
 
     def _step_of_row(self, static: tuple[Any, ...], arrays: Arrays, new: Arrays, i: jax.Array, batches: Any) -> Any:
         """Take the step of member `i` of `arrays`, write its arrays into `new`; return `new` and the metrics."""
@@ -215,11 +218,13 @@ class Executor:
         return put(new, of_member, i), metrics
 
 
-def _in_sequence(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
-    """Take a step for each batch; return the last state and the metrics, with several steps along the last axis."""
-    if len(batches) == 1:
-        return step(state, batches[0])
-    state, metrics = lax.scan(step, state, jax.tree.map(lambda *x: jnp.stack(x), *batches))
+def _in_sequence(
+    step: Callable[[Any, Any], tuple[Any, Any]], state: Any, batches: Any, steps: int | None
+) -> tuple[Any, Any]:
+    """Take one step, or several; return the last state and the metrics, with several steps along the last axis."""
+    if steps is None:
+        return step(state, batches)
+    state, metrics = lax.scan(step, state, batches, steps)
     return state, jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1), metrics)
 
 

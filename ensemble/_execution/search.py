@@ -21,6 +21,9 @@ from .autotune import NOT_TRIED, CandidateExecution, Tuning
 _SHARE, _EARLY = 0.1, 0.07
 # The rest of a run must take this many times as long as a trial.
 _PAYS = 2
+# A compilation is expected to take this many times as long as the first one; _MARGIN times as long as the slowest of
+# the others, relative to the first, but no less than _LEAST, once there are others.
+_FACTOR, _MARGIN, _LEAST = 3.0, 1.25, 1.5
 # A candidate must save at least this share of a step to replace the best one, and is left if it is this much slower.
 _GAIN, _HOPELESS = 0.03, 3.0
 # A trial alternates between the best execution and the candidate: in each round, each takes some blocks of steps of
@@ -83,7 +86,7 @@ class Search:
         self._where, self._found = known.where, {one.execution: one for one in tried}
         self._waiting = [one for one in waiting if one not in self._found and one != self.best]
         self._why = dict.fromkeys(self._waiting, _TOO_FEW)
-        self._compile_s = 0.0  # of the first program
+        self._compile_s, self._slowest = 0.0, 0.0  # of the first program; of the others, as a multiple of it
         # The time of the run, its steps, and the time that trials have cost; without the first step, which compiles.
         self._elapsed = self._spent = self._slower = 0.0
         self._steps, self._latest, self._check = 0, 0.0, 0.0
@@ -96,6 +99,8 @@ class Search:
     def known(self) -> Tuning:
         """Return the results, with the reason for each candidate that was not measured."""
         others = [CandidateExecution(one, note=f"{NOT_TRIED}{self._why[one]}") for one in self._waiting]
+        if self._compiling is not None:
+            others.insert(0, CandidateExecution(self._compiling.execution, note=f"{NOT_TRIED}its trial has not begun"))
         mine = self._found.get(self.best, CandidateExecution(self.best))
         found = {self.best: mine, **self._found}
         for one in found.values():
@@ -224,24 +229,25 @@ class Search:
     def _consider(self, steps: int, left: int | None, lower: Callable[[Execution], Any]) -> None:
         """Begin to compile the next candidate that can pay for its trial, or begin the trial of a compiled one."""
         each = (self._elapsed - self._compile_s) / max(1, self._steps)
+        measuring = (1 + _ROUNDS * _BLOCKS) * max(_SECONDS, steps * each)
         if self._compiling is not None:
             if not self._compiling.done:
                 return
-            self._end_of_compilation(steps, left, each)
+            # If it took longer than expected, its trial waits until the run can pay for both.
+            if self._spent + self._compiling.seconds + measuring <= self._allowed(left, each):
+                self._end_of_compilation(steps, left, each)
             return
         if self._steps < 2 * steps:  # the time of a step is not known yet
             return
-        # A run of unknown length is expected to last as long again as it has. Where the length is known, a trial may
-        # begin earlier, but only once the steps have taken twice as long, since the first steps predict the rest badly.
+        # A run of unknown length is expected to last as long again as it has.
         ahead = self._elapsed if left is None else left * each
-        early = 0.0 if left is None else min(_EARLY * (self._elapsed + ahead), (self._elapsed - self._compile_s) / 2)
-        most = max(_SHARE * self._elapsed, early) - self._spent
-        measuring = (1 + _ROUNDS * _BLOCKS) * max(_SECONDS, steps * each)
+        most = self._allowed(left, each) - self._spent
+        factor = max(_LEAST, _MARGIN * self._slowest) if self._slowest else _FACTOR
         if self._slower >= self._most:
             self.stop("the trials before it have used up tune_seconds")
             return
         for execution in list(self._waiting):
-            compiling = self._compile_s * (self.size if execution.strategy == "unroll" else 1.5)
+            compiling = self._compile_s * (self.size if execution.strategy == "unroll" else factor)
             cost = compiling + measuring
             if compiling > _LONGEST_COMPILE:
                 self._waiting.remove(execution)
@@ -257,11 +263,21 @@ class Search:
                 return
         self._check = time.perf_counter() + 0.05 * self._elapsed
 
+    def _allowed(self, left: int | None, each: float) -> float:
+        """Return how many seconds all trials may take up to now."""
+        # Where the length of the run is known, a trial may begin earlier, but only once the steps have taken twice as
+        # long, since the first steps predict the rest badly.
+        total = self._elapsed + (left or 0) * each
+        early = 0.0 if left is None else min(_EARLY * total, (self._elapsed - self._compile_s) / 2)
+        return max(_SHARE * self._elapsed, early)
+
     def _end_of_compilation(self, steps: int, left: int | None, each: float) -> None:
         """Begin the trial of a compiled candidate, unless its program is of no use."""
         assert self._compiling is not None
         one, self._compiling = self._compiling, None
         self._spent += one.seconds
+        if one.execution.strategy != "unroll":
+            self._slowest = max(self._slowest, one.seconds / self._compile_s)
         if one.error is not None:
             found = CandidateExecution(one.execution, note=f"fails: {type(one.error).__name__}")
         else:

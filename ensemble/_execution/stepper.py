@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend.core import Jaxpr
 
 from ...transforms._convolutions.as_products import has_convolution
 from ...transforms._core.axes import Axes, axes_per_argument, mapped_size
 from ...transforms._core.memory import largest_chunk
+from ...transforms._runs.source import Stacked, copied, first_of
 from .._members.sharding import Layout
 from .._members.strategy import Execution, by_rule
 from .._step.member_step import MemberStep
@@ -98,53 +97,57 @@ class Stepper:
     def arguments(self, batch: Any, size: int) -> tuple[tuple[Any, ...], tuple[Axes, ...]]:
         """Return the arguments of the loss after the model, and the axes of each; check them for `size` members.
 
+        Several batches that are `Stacked` have the axes of one of them.
+
         Raises:
           ValueError: the batch does not match `in_axes`.
         """
+        several = isinstance(batch, Stacked)
+        batch = batch.arrays if several else batch
         arguments = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
         leaves, treedef = jax.tree.flatten(arguments)
-        kind = size, treedef, tuple([getattr(x, "shape", ()) for x in leaves])
+        kind = size, treedef, tuple([getattr(x, "shape", ()) for x in leaves]), several
         axes = self._axes.get(kind)
         if axes is None:
-            axes = axes_per_argument("Trainer.step", self._in_axes, arguments)
+            one = jax.eval_shape(first_of, arguments) if several else arguments
+            axes = axes_per_argument("Trainer.step", self._in_axes, one)
             # With None for the model, so that errors use the argument names of the loss.
             what = "the number of members"
-            mapped_size("Trainer.step", self._step.loss.fun, (None, *arguments), {}, (None, *axes), None, size, what)
+            mapped_size("Trainer.step", self._step.loss.fun, (None, *one), {}, (None, *axes), None, size, what)
             self._axes[kind] = axes
         return arguments, axes
 
     def advance(
         self,
         state: State,
-        batches: Sequence[Any],
+        batch: Any,
         execution: Execution | None = None,
         *,
         donate: bool = False,
         search: Search | Tuning | None = None,
         left: int | None = None,
     ) -> tuple[State, dict[str, jax.Array], Execution]:
-        """Take a step for each batch, and return the new state, the metrics, and the execution.
+        """Take a step, or one for each of several batches; return the new state, the metrics, and the execution.
 
         Args:
           state: the state before the step.
-          batches: as for `Trainer.step`; several need to be `alike`.
+          batch: as for `Trainer.step`, or several that are `Stacked`.
           execution: the execution of a step of an earlier run, used again if the settings of the trainer allow it.
           donate: whether the step reuses the memory of `state`.
           search: the search that the run follows, or the results of that of an earlier run, from which a new one goes
             on; None for the search of the kind of these inputs.
           left: the number of steps of the run from here on, if known.
         """
-        inputs = StepInputs(state, *self.arguments(batches[0], state._size))
+        several = isinstance(batch, Stacked)
+        inputs = StepInputs(state, *self.arguments(batch, state._size), batch.steps if several else None)
         layout = self.executor.layout
         if layout is not None and layout.shards > 1:
             # Checked once for each kind of inputs, but again after a traced step, which has no values to compare.
             kind = inputs.kind
-            if kind not in self._checked_splits and check_split(self._step, layout, inputs):
+            if kind not in self._checked_splits and check_split(self._step, layout, inputs.first):
                 self._checked_splits.add(kind)
-        if donate:
+        if donate and not several:
             inputs = inputs._replace(arguments=copied(inputs.arguments))
-        if len(batches) > 1:
-            inputs = inputs._replace(more=tuple(self.arguments(batch, state._size)[0] for batch in batches[1:]))
         asked, fixed = self._asked, None
         if asked.strategy != "auto" or asked.chunk_size is not None:
             fixed = asked._replace(strategy="vmap") if asked.strategy == "auto" else asked
@@ -164,7 +167,7 @@ class Stepper:
         self, search: Search, inputs: StepInputs, donate: bool, left: int | None
     ) -> tuple[State, dict[str, jax.Array], Execution]:
         """Take a step with the execution that a search wants next, and report it."""
-        self.search, steps = search, len(inputs.batches)
+        self.search, steps = search, inputs.steps or 1
         if search.is_new:
             return self._first(search, inputs, donate)
         if search.size != inputs.size:
@@ -178,7 +181,7 @@ class Stepper:
                 # Before the clock starts, the state gets the form that this execution needs, which may compile too.
                 loops = execution.strategy == "loop" and donate
                 inputs = inputs._replace(state=unstacked(inputs.state) if loops else _not_unstacked(inputs.state))
-                jax.block_until_ready((inputs.state, inputs.batches))
+                jax.block_until_ready((inputs.state, inputs.arguments))
                 search.begin()
             try:
                 after, metrics = self.executor.execute(execution, inputs, donate)
@@ -208,14 +211,6 @@ class Stepper:
             else:
                 search.first(execution, time.perf_counter() - start)
                 return after, metrics, execution
-
-    def alike(self, batches: Sequence[Any]) -> bool:
-        """Return whether several batches have one structure, shapes and dtypes, and can be part of one program."""
-        kinds = [
-            (treedef, [(getattr(x, "shape", ()), getattr(x, "dtype", type(x))) for x in leaves])
-            for leaves, treedef in map(jax.tree.flatten, batches)
-        ]
-        return all(kind == kinds[0] for kind in kinds[1:])
 
     def _fitting(self, inputs: StepInputs, donate: bool, execution: Execution) -> Execution:
         """Return an execution, or its replacement where it is not possible or does not fit into the budget."""
@@ -269,7 +264,7 @@ class Stepper:
     def _fingerprint(self, jaxpr: Jaxpr, inputs: StepInputs, donate: bool) -> str:
         layout = self.executor.layout
         on_mesh = None if layout is None else tuple(layout.mesh.shape.items())
-        steps = len(inputs.batches)
+        steps = inputs.steps or 1
         return fingerprint(
             jaxpr, inputs.size, inputs.axes, self._budget, on_mesh, len(jax.local_devices()), donate, steps
         )
@@ -326,10 +321,3 @@ def _not_unstacked(state: State) -> State:
 def _is_deleted(state: State) -> bool:
     """Return whether a failed step has used up the memory of its state."""
     return any(x.is_deleted() for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
-
-
-def copied(batch: Any) -> Any:
-    """Return a batch with copies of its NumPy arrays: a data loader may reuse their memory before they are read."""
-    if not any(isinstance(x, np.ndarray) for x in jax.tree.leaves(batch)):
-        return batch
-    return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, batch)

@@ -24,6 +24,7 @@ from ...transforms._core.axes import Axes, broadcast_axes
 from ...transforms._core.compat import Tracer
 from ...transforms._core.prng import is_key
 from ...transforms._models.split_model import dotted
+from ...transforms._runs.source import first_of
 
 ENSEMBLE, DATA = "ensemble", "data"
 
@@ -117,14 +118,18 @@ class Layout:
         sharding = getattr(x, "sharding", None)
         return x if getattr(sharding, "mesh", None) == self.mesh else self.place_shared(x)
 
-    def place_batch(self, batch: Any, axes: Sequence[Axes], size: int) -> Any:
-        """Return the batch of `size` members with each array on the devices that need it, padded like the members."""
+    def place_batch(self, batch: Any, axes: Sequence[Axes], size: int, stacked: bool = False) -> Any:
+        """Return the batch of `size` members with each array on the devices that need it, padded like the members.
+
+        With `stacked`, these are several batches along a new axis 0, which is not split.
+        """
 
         def place(x: Any, spec: P) -> jax.Array:
+            spec = P(None, *spec) if stacked else spec
             x = pad(x, tuple(spec).index(ENSEMBLE), self.padded(size) - size) if ENSEMBLE in spec else x
             return move(x, NamedSharding(self.mesh, spec))
 
-        return jax.tree.map(place, batch, self.batch_specs(batch, axes))
+        return jax.tree.map(place, batch, self.batch_specs(jax.eval_shape(first_of, batch) if stacked else batch, axes))
 
     def batch_specs(self, batch: Any, axes: Sequence[Axes]) -> Any:
         """Return the `PartitionSpec` of each array of the batch, as a tree of the same structure."""

@@ -249,11 +249,17 @@ class Watch:
         finite = _still_finite(now, match_sharding(given.ensemble.trainable, now))
         return np.flatnonzero(~np.asarray(everywhere(finite)))
 
-    def batch(self, arguments: Any, axes: Sequence[int | None]) -> Any:
-        """Return a batch with only the slices of active members, in arrays that have one slice per member."""
+    def batch(self, arguments: Any, axes: Sequence[int | None], stacked: bool) -> Any:
+        """Return a batch with only the slices of active members, in arrays that have one slice per member.
+
+        With `stacked`, these are several batches along a new axis 0, which `axes` do not count.
+        """
         leaves, treedef = jax.tree.flatten(arguments)
+        before = 1 if stacked else 0
         taken = [
-            x if axis is None else (jnp if isinstance(x, jax.Array) else np).take(x, self.active, axis)
+            x
+            if axis is None
+            else (jnp if isinstance(x, jax.Array) else np).take(x, self.active, axis + before if axis >= 0 else axis)
             for x, axis in zip(leaves, axes, strict=True)
         ]
         return jax.tree.unflatten(treedef, taken)

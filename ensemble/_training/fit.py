@@ -24,10 +24,11 @@ from ...transforms._runs.identity import Identity, check_same_run, in_a_run
 from ...transforms._runs.loop import run, skip
 from ...transforms._runs.processes import Group
 from ...transforms._runs.run_directory import RunDirectory
+from ...transforms._runs.source import Source, Stacked
 from .._execution.autotune import Tuning
 from .._execution.forms import State
 from .._execution.search import Search
-from .._execution.stepper import Stepper, copied
+from .._execution.stepper import Stepper
 from .._members.ensemble import M
 from .._members.rows import copied_rows
 from .._members.sharding import everywhere
@@ -105,19 +106,24 @@ class Run:
         self._state: State | None = None
         self._latest: dict[str, np.ndarray] = {}
 
-    def advance(self, state: State, batches: list[Any]) -> tuple[State, Report]:
-        """Take a step for each batch, then stop or restart members; return the new state and the report."""
-        watch = self.watch
+    def advance(self, state: State, batch: Any) -> tuple[State, Report]:
+        """Take the step of a batch, or those of `Stacked` ones; return the new state and the report."""
+        watch, steps = self.watch, batch.steps if isinstance(batch, Stacked) else None
         if len(watch.active) < watch.size:
             # Batches have slices for all members, but the state has no rows for those that have left the run.
-            given = [self.stepper.arguments(batch, watch.size) for batch in batches]
-            batches = [watch.batch(arguments, broadcast_axes(axes, arguments)) for arguments, axes in given]
-        if self.identity is not None and not self.identity.program_is_known:
-            check_program(self.identity, self.stepper, state, batches[0])
-        if watch.validation is not None and watch.validation.like is None:
-            watch.validation.begin(watch.full(state, optimizer=False), *self.stepper.arguments(batches[0], state._size))
-        after, metrics = self._step(state, batches)
-        self.taken += len(batches)
+            arguments, axes = self.stepper.arguments(batch, watch.size)
+            batch = watch.batch(arguments, broadcast_axes(axes, arguments), stacked=steps is not None)
+            batch = batch if steps is None else Stacked(batch, steps)
+        compare = self.identity is not None and not self.identity.program_is_known
+        validates = watch.validation is not None and watch.validation.like is None
+        if compare or validates:
+            first = batch.first if isinstance(batch, Stacked) else batch
+            if compare:
+                check_program(self.identity, self.stepper, state, first)
+            if validates:
+                watch.validation.begin(watch.full(state, optimizer=False), *self.stepper.arguments(first, state._size))
+        after, metrics = self._step(state, batch)
+        self.taken += steps or 1
         active = watch.active
         first = self.schedule.first or self.execution
         assert first is not None
@@ -129,19 +135,19 @@ class Run:
             metrics = everywhere(metrics)
         if any(self._takes_state):
             self._state = after
-        return after, Report(metrics, found, active, len(batches))
+        return after, Report(metrics, found, active, steps or 1)
 
-    def _step(self, state: State, batches: list[Any]) -> tuple[State, dict[str, jax.Array]]:
+    def _step(self, state: State, batch: Any) -> tuple[State, dict[str, jax.Array]]:
         """Take the steps with the execution of an earlier run, or else with that which the search wants."""
         # Where nothing is tried, the execution of the last step stays, also for batches of another kind.
         earlier = self.schedule.at(self.taken) or (self.execution if self.search is None else None)
         left = None if self.length is None else self.length - self.taken
         options: dict[str, Any] = {"donate": True, "search": self.search, "left": left}
         if self.execution is not None:
-            after, metrics, self.execution = self.stepper.advance(state, batches, earlier, **options)
+            after, metrics, self.execution = self.stepper.advance(state, batch, earlier, **options)
         else:
             with told_of("Trainer.fit: compiling the first step ..."):
-                after, metrics, self.execution = self.stepper.advance(state, batches, earlier, **options)
+                after, metrics, self.execution = self.stepper.advance(state, batch, earlier, **options)
         if earlier is None and not isinstance(self.search, Search) and (search := self.stepper.search) is not None:
             self.search, search.listener = search, self._change
             self._change([(0, search.best)])
@@ -175,10 +181,11 @@ class Run:
     def _record(self, step: int, metrics: dict[str, np.ndarray], evaluated: dict[str, Any], active: np.ndarray) -> None:
         """Record a step, warn of members that failed, and call the callbacks."""
         stopped, trained = metrics.pop("stopped"), None
-        of_all = recorded({name: np.broadcast_to(np.asarray(x), self.watch.size) for name, x in evaluated.items()})
-        metrics |= {name: x[active] for name, x in of_all.items()}
-        shown = {name: x[active][stopped <= 0] if np.ndim(evaluated[name]) else x[:1] for name, x in of_all.items()}
-        self._latest = shown or self._latest
+        if evaluated:
+            of_all = recorded({name: np.broadcast_to(np.asarray(x), self.watch.size) for name, x in evaluated.items()})
+            metrics |= {name: x[active] for name, x in of_all.items()}
+            shown = {name: x[active][stopped <= 0] if np.ndim(evaluated[name]) else x[:1] for name, x in of_all.items()}
+            self._latest = shown or self._latest
         if np.count_nonzero(stopped) or len(active) < self.watch.size:
             self.watch.notice(stopped)
             if (stopped > 0).all():  # no member trained: the step was dispatched before that was noticed
@@ -295,9 +302,6 @@ def train(
             store.going_on(step, identity.differences)
         if step != target:
             store.check_room(step, (begin, watch.best, watch.snapshot))
-    source = map(partial(as_arrays, "Trainer.fit", "batch"), source)
-    # Batches that wait for others are copied, since a data loader may reuse their memory.
-    source = map(copied, source) if together > 1 else source
     recorder = Recorder(history_every, recorded)
     schedule = Schedule(None if store is None else store.directory, execution)
     length = None if total is None else start + total
@@ -305,7 +309,7 @@ def train(
     first: State = watch.begin(copied_rows(begin), watched)
     ended, _, interrupted = run(
         first,
-        source,
+        Source(source, partial(as_arrays, "Trainer.fit", "batch")),
         steps_of_run.advance,
         step=step,
         target=target,
@@ -321,7 +325,6 @@ def train(
         total=total,
         finished=lambda: watch.finished,
         together=together,
-        alike=stepper.alike,
         at_once=steps_of_run.needs_state,
     )
     last = steps_of_run.finish(state, ended, target, interrupted)

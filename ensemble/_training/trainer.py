@@ -232,7 +232,7 @@ class Trainer:
         """
         self._check_state("Trainer.step", state)
         # "stopped" is for `fit`; users read `state.standing`.
-        new, metrics, _ = self._stepper.advance(state, [as_arrays("Trainer.step", "batch", batch)])
+        new, metrics, _ = self._stepper.advance(state, as_arrays("Trainer.step", "batch", batch))
         after = stacked(new)
         self._latest = weakref.ref(after)
         return after, {name: x for name, x in metrics.items() if name != "stopped"}

@@ -13,9 +13,8 @@ from itertools import islice
 from types import FrameType, SimpleNamespace
 from typing import Any, TypeVar
 
-import jax
-
 from .._core.arguments import check_count, describe
+from .source import Source
 
 State = TypeVar("State")
 
@@ -30,7 +29,7 @@ _TOGETHER, _SECONDS = 16, 2e-3
 def run(
     state: State,
     source: Iterator[Any],
-    advance: Callable[[State, list[Any]], tuple[State, Any]],
+    advance: Callable[[State, Any], tuple[State, Any]],
     *,
     step: int,
     target: int | None,
@@ -44,20 +43,19 @@ def run(
     total: int | None,
     finished: Callable[[], bool] = lambda: False,
     together: int = 1,
-    alike: Callable[[list[Any]], bool] = lambda _: True,
     at_once: Callable[[int, Any], bool] = lambda *_: False,
 ) -> tuple[State, int, bool]:
     """Take steps until the target, the end of the batches or Ctrl-C.
 
     Args:
       state: the initial state; anything that `advance` accepts.
-      source: the batches. A batch is taken only when it is used.
-      advance: takes a step for each batch of a list: a function from a state and the batches to the next state and the
-        metrics. The state passed to it is not used again.
+      source: the batches; a `Source` if several may be taken `together`. A batch is taken only when it is used.
+      advance: takes a step, or one for each of several batches that are `Stacked`: a function from a state and what
+        `source` returned to the next state and the metrics. The state passed to it is not used again.
       step: the number of steps that `state` has taken.
       target: the number of steps of the last state; None to use all batches.
-      record: receives the number of the last step and the metrics of each call of `advance`, once they are computed and
-        before its state is saved.
+      record: receives the number of the last step and the metrics of each call of `advance`, before its state is
+        saved. It is called after the next steps were dispatched, and waits for the metrics that it reads.
       say: returns the text that the bar shows after a step, from its number and metrics.
       save: writes a checkpoint of a state; None for no checkpoints.
       checkpoint_every: steps between checkpoints; None for one at the end only. There is always one at the end.
@@ -67,8 +65,8 @@ def run(
       total: the total number of steps of the bar, if known.
       finished: called before each step; returns whether to stop.
       together: the number of batches for a call of `advance`; it divides `checkpoint_every`. Only calls from a multiple
-        of this many steps on get as many, all others a single one, so that a resumed run repeats the calls.
-      alike: returns whether `advance` can take these batches together.
+        of this many steps on get as many, if `source` can stack them, all others a single one, so that a resumed run
+        repeats the calls.
       at_once: returns whether `record` needs the state after a step, from its number and metrics. Then the loop waits
         for the step before it takes the next one, which would reuse the memory of that state.
 
@@ -80,7 +78,6 @@ def run(
     saved, shown = step, -math.inf
     waiting: deque[tuple[int, Any, int]] = deque()
     last: tuple[int, Any, int] | None = None
-    pending: list[Any] = []
     with (
         _on_interrupt(interruptible) as interrupt,
         tqdm(total=total, initial=done, unit="step", disable=not progress, dynamic_ncols=True) as bar,
@@ -88,11 +85,10 @@ def run(
         # JAX returns before a step is computed. Waiting for the oldest of several, not for the newest, keeps the device
         # busy while the host records and prepares the next batch.
         def settle(leave: int) -> None:
-            """Wait for the oldest steps until only `leave` are queued, and record them."""
+            """Record the oldest steps, which waits for them, until only `leave` are queued."""
             nonlocal last, shown
             while len(waiting) > leave:
                 last = waiting.popleft()
-                jax.block_until_ready(last[1])
                 record(*last[:2])
                 # The bar is not drawn more often than this, and its text may take longer than a step.
                 if progress and time.monotonic() - shown >= bar.mininterval:
@@ -104,17 +100,17 @@ def run(
         while step != target and not interrupt.requested and not finished():
             count = 1 if step % together or (target is not None and step + together > target) else together
             try:
-                pending.extend(islice(source, count - len(pending)) if len(pending) < count else ())
+                several = source.stacked(count) if count > 1 and isinstance(source, Source) else None
+                batch, count = (next(source), 1) if several is None else (several, count)
+            except StopIteration:
+                break
             except KeyboardInterrupt:  # raised while a batch was made, if our handler is not installed
                 if interrupt.requested or not interruptible:
                     raise
                 interrupt.requested = True
                 break
-            if not pending:
-                break
-            count = count if len(pending) == count and alike(pending) else 1
-            state, metrics = advance(state, pending[:count])
-            pending, step = pending[count:], step + count
+            state, metrics = advance(state, batch)
+            step += count
             waiting.append((step, metrics, count))
             if len(waiting) > ahead:
                 calls = len(waiting) - _AHEAD

@@ -13,6 +13,7 @@ from flax import nnx
 
 from plurax.ensemble import Batches, EarlyStopping, Ensemble, Trainer
 from plurax.ensemble._training import batches as batches_module
+from plurax.ensemble._training.batches import shuffled
 
 
 class LikeATensor:
@@ -167,13 +168,13 @@ def test_bootstraps_draw_uniformly():
 def test_batches_that_are_skipped_are_not_made(monkeypatch):
     batches = Batches(DATA, 5, key=KEY, members=2, epochs=4)
     expected = list(batches)[9:]
-    made, of_order = [], batches._from
+    made, gathered = [], batches._gathered
 
     def counted(*args):
         made.append(args)
-        return of_order(*args)
+        return gathered(*args)
 
-    monkeypatch.setattr(batches, "_from", counted)
+    monkeypatch.setattr(batches, "_gathered", counted)
     iterator = iter(batches)
     assert iterator.skip(9) == 9
     assert not made
@@ -185,7 +186,7 @@ def test_batches_that_are_skipped_are_not_made(monkeypatch):
 @pytest.mark.parametrize("bytes_at_once", [1, 200, 2**20])
 @pytest.mark.parametrize("members", [None, 3])
 def test_batches_do_not_depend_on_how_many_are_gathered_together(monkeypatch, members, bytes_at_once):
-    """Nor on where an iterator starts: the last ones of an epoch of seven are gathered with earlier ones."""
+    """Nor on where an iterator starts, nor on the ends of epochs of seven batches."""
     monkeypatch.setattr(batches_module, "_BYTES", bytes_at_once)
     batches = Batches({"x": np.arange(46.0).reshape(23, 2)}, 3, key=KEY, members=members, epochs=3)
     assert batches.per_epoch == 7
@@ -205,6 +206,52 @@ def test_batches_do_not_depend_on_how_many_are_gathered_together(monkeypatch, me
     first = [next(iterator)["x"] for _ in range(2)]
     assert iterator.skip(7) == 7
     np.testing.assert_array_equal([*first, next(iterator)["x"]], [expected[0], expected[1], expected[9]])
+
+
+@pytest.mark.parametrize("count", [2, 3, 7, 8, 15, 21])
+@pytest.mark.parametrize("members", [None, 3])
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_several_batches_are_gathered_as_one(tmp_path, monkeypatch, members, count, on_disk):
+    """Across the ends of epochs of seven batches, also after single ones, by one call."""
+    x = np.arange(46.0, dtype=np.float32).reshape(23, 2)
+    data = {"x": mapped(tmp_path / "x.npy", x) if on_disk else x, "y": np.arange(23)}
+    batches = Batches(data, 3, key=KEY, members=members, epochs=3)
+    expected, calls, gathered = list(batches), [], batches._gathered
+    monkeypatch.setattr(batches, "_gathered", lambda *args: calls.append(args) or gathered(*args))
+    for start in (0, 1, 6, 13):
+        iterator = iter(batches)
+        assert iterator.skip(start // 2) == start // 2
+        for _ in range(start - start // 2):
+            next(iterator)
+        calls.clear()
+        first = start
+        while (found := iterator._stacked(count)) is not None:
+            for i, one in enumerate(expected[start : start + count]):
+                for name in data:
+                    np.testing.assert_array_equal(found[name][i], one[name])
+                    assert found[name].dtype == one[name].dtype
+            start += count
+        assert 21 - start < count
+        assert len(calls) == (start - first) // count
+        for batch, one in zip(iterator, expected[start:], strict=True):
+            np.testing.assert_array_equal(batch["y"], one["y"])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 100, 1625, 1626, 5000])
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_orders_are_the_permutations_of_jax(count, impl):
+    key = jax.random.key(count, impl=impl)
+    expected = jax.random.permutation(key, count)
+    for found in (shuffled(key, count), jax.jit(shuffled, static_argnums=1)(key, count)):
+        np.testing.assert_array_equal(found, expected)
+        assert found.dtype == jnp.int32
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(shuffled(key, count), expected)
+    several = jax.random.split(key, 3)
+    np.testing.assert_array_equal(
+        jax.lax.map(lambda one: shuffled(one, count), several),
+        jax.lax.map(lambda one: jax.random.permutation(one, count), several),
+    )
 
 
 def test_the_data_is_stored_once():

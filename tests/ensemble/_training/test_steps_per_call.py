@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 from plurax.ensemble import Batches, EarlyStopping, Ensemble, Restarts, Trainer
+from plurax.transforms._runs.source import Source, Stacked
 
 
 def losses(history):
@@ -51,9 +52,9 @@ def test_takes_that_many_steps_in_a_call(plain, cross_entropy, make_batches, mon
     trainer = Trainer(cross_entropy, optax.sgd(0.1), strategy="vmap")
     advance, counts = trainer._stepper.advance, []
 
-    def counted(state, batches, *args, **options):
-        counts.append(len(batches))
-        return advance(state, batches, *args, **options)
+    def counted(state, batch, *args, **options):
+        counts.append(batch.steps if isinstance(batch, Stacked) else 1)
+        return advance(state, batch, *args, **options)
 
     monkeypatch.setattr(trainer._stepper, "advance", counted)
     ens = Ensemble.create(plain, 2, seed=0)
@@ -167,6 +168,59 @@ def test_a_resumed_run_repeats_the_calls_to_the_bit(tmp_path, stateful, cross_en
     )
     assert_same(again, expected)
     assert losses(history) == losses(rows)
+
+
+@pytest.mark.parametrize("members", [None, 3])
+def test_batches_of_ours_are_gathered_for_a_whole_call(plain, cross_entropy, assert_same, monkeypatch, members):
+    """Across epochs of three batches, where members leave the run, and for the last steps one by one."""
+    data = np.random.default_rng(0).normal(size=(25, 4)).astype(np.float32), np.arange(25) % 3
+    trainer = Trainer(cross_entropy, optax.adam(0.05), in_axes=None if members is None else 0, strategy="vmap")
+    ens, batches = Ensemble.create(plain, 3, seed=0), Batches(data, 8, key=jax.random.key(1), members=members)
+    gathered, counts = Batches._gathered, []
+
+    def counted(self, orders, i, count, stacked):
+        counts.append(count if stacked else 0)
+        return gathered(self, orders, i, count, stacked)
+
+    def fitted(stops, **options):
+        values = iter(range(100, 0, -1))
+        # Member 0 stops after two evaluations, and leaves the run.
+        early = EarlyStopping(
+            every=10, patience=1, evaluate=lambda ensemble: np.array([0.0, 1.0, 1.0])[-len(ensemble) :] * next(values)
+        )
+        return fit(trainer, ens, batches, steps=53, early_stopping=early if stops else None, **options)
+
+    for stops in (False, True):
+        expected, rows = fitted(stops)
+        with monkeypatch.context() as patch:
+            counts.clear()
+            patch.setattr(Batches, "_gathered", counted)
+            found, history = fitted(stops, steps_per_call=5)
+        assert counts[:10] == [5] * 10
+        assert set(counts[10:]) == {0}
+        assert_same(found, expected, tolerance=1e-4)
+        same_history(history, rows)
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+def test_batches_become_one(kind, assert_same):
+    """With numbers and None in them; those that differ in shape, structure or dtype are taken one by one."""
+    batches = [{"x": kind(np.full((2, 3), i, np.float32)), "n": 0.5 * i, "none": None} for i in range(6)]
+    batches += [{**batches[0], "x": kind(np.zeros((4, 3), np.float32))}, batches[1]]
+    source = Source(iter(batches), lambda batch: batch)
+    assert next(source) is batches[0]
+    found = source.stacked(3)
+    assert found.steps == 3
+    assert_same(found.arrays["x"], np.stack([batch["x"] for batch in batches[1:4]]))
+    np.testing.assert_array_equal(found.arrays["n"], [0.5, 1.0, 1.5])
+    assert found.arrays["none"] is None
+    assert_same(found.first["x"], batches[1]["x"])
+    assert source.stacked(4) is None  # another shape
+    jax.tree.map(np.testing.assert_array_equal, list(source), batches[4:])
+    assert source.stacked(2) is None
+    other = [{"x": kind(np.zeros(2, np.float32))}, {"x": kind(np.zeros(2, np.int32))}, {"y": kind(np.zeros(2))}]
+    for pair in (other[:2], other[1:]):
+        assert Source(iter(pair), lambda batch: batch).stacked(2) is None
 
 
 @pytest.mark.parametrize(("value", "error"), [(0, ValueError), (2.0, TypeError), (None, TypeError), (True, TypeError)])

@@ -15,7 +15,7 @@ def taken(source: Iterator[Any], saved: list[int], interruptible: bool) -> Any:
     return run(
         0,
         source,
-        lambda state, batches: (state + sum(batches), {}),
+        lambda state, batch: (state + batch, {}),
         step=0,
         target=None,
         record=lambda step, metrics: None,

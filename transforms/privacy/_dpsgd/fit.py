@@ -76,7 +76,7 @@ def train(
     after, _, interrupted = run(
         jax.tree.map(jnp.copy, state),  # each step reuses the memory of the previous state
         batches(state),
-        lambda state, given: step(state, *given),
+        step,
         step=begin,
         target=target,
         record=record,
