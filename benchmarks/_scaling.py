@@ -36,7 +36,7 @@ def ours(
 ) -> tuple[Trainer, Callable[[], Any]]:
     """Return a trainer and its step, after "auto" has tried all; `donate` reuses the state's memory, as in `fit`."""
     trainer = Trainer(cross_entropy, optax.adam(LEARNING_RATE), **options)
-    call = chained(lambda state: trainer._stepper.advance(state, [(x, y)], donate=donate)[:2], trainer.init(ensemble))
+    call = chained(lambda state: trainer._stepper.advance(state, (x, y), donate=donate)[:2], trainer.init(ensemble))
     if options.get("strategy", "auto") == "auto":
         try_all(trainer, call)
     return trainer, call

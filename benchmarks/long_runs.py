@@ -99,10 +99,10 @@ def freezing(cases: list[tuple[type, int, tuple[str, ...]]], batch: int, rounds:
                 trainer = Trainer(cross_entropy, optax.adam(LEARNING_RATE), strategy=strategy, nonfinite=way)
                 state = trainer.init(Ensemble.create(kind, size, seed=0))
                 # "auto" chooses once, without the check.
-                found[strategy] = execution = trainer._stepper.advance(state, [given], found.get(strategy))[2]
+                found[strategy] = execution = trainer._stepper.advance(state, given, found.get(strategy))[2]
 
                 def step(state: Any, trainer: Trainer = trainer, execution: Any = execution, given: Any = given) -> Any:
-                    return trainer._stepper.advance(state, [given], execution)[:2]
+                    return trainer._stepper.advance(state, given, execution)[:2]
 
                 candidates[strategy, way] = chained(step, state)
         times = interleaved(candidates, rounds=rounds, seconds=seconds)

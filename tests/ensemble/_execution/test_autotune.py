@@ -142,7 +142,7 @@ class Test_a_trainer:
         for execution in (chosen, Execution("vmap", 2, products=True), Execution("map", products=True)):
             pinned = Trainer(cross_entropy, optax.sgd(0.1), strategy=execution)
             state = pinned.init(create(convolutional, 3))
-            assert pinned._stepper.advance(state, [batch])[2] == execution
+            assert pinned._stepper.advance(state, batch)[2] == execution
             expected = Trainer(cross_entropy, optax.sgd(0.1), strategy="loop").step(state, batch)[0]
             assert_same(pinned.step(state, batch)[0], expected, tolerance=1e-5)
         with pytest.raises(ValueError, match="chunk_size needs"):
@@ -204,10 +204,10 @@ class Test_a_trainer:
     def test_options_override_those_of_a_checkpoint(self, plain, create, cross_entropy, make_batches) -> None:
         state, batch = Trainer(cross_entropy, optax.sgd(0.1)).init(create(plain, 8)), make_batches(1)[0]
         batched = Trainer(cross_entropy, optax.sgd(0.1), strategy="vmap", memory_budget="1MiB")
-        assert batched._stepper.advance(state, [batch], Execution("loop"))[2] == Execution("vmap")
+        assert batched._stepper.advance(state, batch, Execution("loop"))[2] == Execution("vmap")
         bounded = Trainer(cross_entropy, optax.sgd(0.1), memory_budget="3KiB")
-        assert bounded._stepper.advance(state, [batch], Execution("vmap"))[2] != Execution("vmap")
-        assert bounded._stepper.advance(state, [batch], Execution("vmap", 1))[2] == Execution("vmap", 1)
+        assert bounded._stepper.advance(state, batch, Execution("vmap"))[2] != Execution("vmap")
+        assert bounded._stepper.advance(state, batch, Execution("vmap", 1))[2] == Execution("vmap", 1)
 
     def test_explains_itself(self, plain, cross_entropy, make_batches, capsys) -> None:
         trainer = self.train(plain, cross_entropy, make_batches(1)[0], 5)
@@ -254,7 +254,7 @@ class Test_a_trainer:
         batch = tuple(np.concatenate([x] * 16) for x in make_batches(1)[0])
         options = {"memory_budget": "24KiB", "strategy": strategy, "tune_seconds": seconds}
         trainer = self.train(plain, cross_entropy, batch, 16, **options)
-        execution = trainer._stepper.advance(trainer.init(create(plain, 16)), [batch])[2]
+        execution = trainer._stepper.advance(trainer.init(create(plain, 16)), batch)[2]
         if strategy == "vmap":
             assert execution.strategy == "vmap"
             assert 1 <= execution.chunk_size < 16
@@ -318,7 +318,7 @@ def test_products_are_exact_for_models_of_every_kind(make, strategy, cross_entro
     generator = np.random.default_rng(0)
     batch = generator.normal(size=(5, 6, 5, 2)).astype(np.float32), np.arange(5) % 3
     trainer = Trainer(cross_entropy, optax.sgd(0.1))
-    state, _, _ = trainer._stepper.advance(trainer.init(ens), [batch], Execution("loop"))
-    found, _, execution = trainer._stepper.advance(trainer.init(ens), [batch], Execution(strategy, products=True))
+    state, _, _ = trainer._stepper.advance(trainer.init(ens), batch, Execution("loop"))
+    found, _, execution = trainer._stepper.advance(trainer.init(ens), batch, Execution(strategy, products=True))
     assert execution.products
     assert_same(found, state, tolerance=1e-5)

@@ -154,7 +154,7 @@ def called(model: Any, x: jax.Array) -> jax.Array:
 def collectives(trainer: Trainer, state: Any, batch: Any) -> dict[str, set[str]]:
     """Return the collectives of the compiled step with their replica groups."""
     inputs = StepInputs(state, batch, (None,) * len(batch))
-    execution = trainer._stepper.advance(state, [batch])[2]
+    execution = trainer._stepper.advance(state, batch)[2]
     text = trainer._stepper.executor.lower(inputs, False, execution).compile().as_text()
     found: dict[str, set[str]] = {}
     for line in text.splitlines():
@@ -199,7 +199,7 @@ def held_by_each() -> None:
         assert [shard.data.shape[0] for shard in leaf.addressable_shards] == [2, 2, 2, 2]
     # Six members do not divide over four devices: in a run each device has two with padding, after it all six.
     trainer = Trainer(cross_entropy, optax.adam(0.1), mesh=mesh_of(4))
-    in_run, _, _ = trainer._stepper.advance(trainer.init(created(CNN)), [(IMAGES, LABELS)], donate=True)
+    in_run, _, _ = trainer._stepper.advance(trainer.init(created(CNN)), (IMAGES, LABELS), donate=True)
     assert {len(shard.data) for leaf in jax.tree.leaves(in_run.arrays) for shard in leaf.addressable_shards} == {2}
     after = trainer.step(trainer.init(created(CNN)), (IMAGES, LABELS))[0]
     assert {len(shard.data) for leaf in jax.tree.leaves(after.ensemble) for shard in leaf.addressable_shards} == {6}

@@ -10,6 +10,7 @@ import pytest
 
 from plurax.ensemble import Batches, EarlyStopping, Ensemble, Restarts, Trainer
 from plurax.ensemble._training.callbacks import takes_state
+from plurax.transforms._runs.source import Stacked
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +81,9 @@ class Test_the_state:
         trainer, keep, counts = trainer_of(cross_entropy), Keep(), []
         advance, start = trainer._stepper.advance, trainer.init(ens)
 
-        def counted(state, batches, *args, **options):
-            counts.append(len(batches))
-            return advance(state, batches, *args, **options)
+        def counted(state, batch, *args, **options):
+            counts.append(batch.steps if isinstance(batch, Stacked) else 1)
+            return advance(state, batch, *args, **options)
 
         monkeypatch.setattr(trainer._stepper, "advance", counted)
         options = {"steps_per_call": k, "history_every": 4, "progress": False}

@@ -167,7 +167,7 @@ class Test_steps_that_donate_the_state:
         fast, history = trainer.fit(state, batches, progress=False)
         assert_same(fast, slow, tolerance=1e-5)
         np.testing.assert_allclose([row["loss"] for row in history], np.ravel([m["loss"] for m in rows]), rtol=1e-5)
-        _, metrics, _ = trainer._stepper.advance(jax.tree.map(jnp.copy, state), batches[:1], donate=True)
+        _, metrics, _ = trainer._stepper.advance(jax.tree.map(jnp.copy, state), batches[0], donate=True)
         metrics.pop("stopped")
         assert_same(metrics, rows[0], tolerance=1e-5)
 
@@ -175,7 +175,7 @@ class Test_steps_that_donate_the_state:
         ensemble = Ensemble.create(lambda rngs: nnx.Linear(64, 128, rngs=rngs), 40, seed=0)
         trainer = Trainer(lambda model, x: jnp.mean(model(x) ** 2), optax.adam(0.1), **options)
         state, batch = trainer.init(ensemble), (jnp.ones((2, 64)),)
-        execution = trainer._stepper.advance(state, [batch])[2]
+        execution = trainer._stepper.advance(state, batch)[2]
         for donate in (False, True):
             inputs = StepInputs(state, batch, (None,))
             need = trainer._stepper.executor.temporaries(inputs, donate, execution)
