@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,28 @@ def short_steps(size: int, steps: int, rounds: int) -> Tables:
     ensemble, shared, own = Ensemble.create(Small, size, seed=0), trainer(), trainer(in_axes=0)
     state = shared.init(ensemble)
     hand = ByHand(ensemble)
-    step_by_hand = by_hand(hand.train)
+    step_by_hand, together = by_hand(hand.train), min(50, steps)
+    several = jax.tree.map(lambda x: jnp.stack([x] * together), batch)
+
+    @partial(jax.jit, donate_argnums=0)
+    def steps_by_hand(state: Any, several: Any) -> Any:
+        def step(state: Any, batch: Any) -> Any:
+            *after, losses = jax.vmap(hand.train, (0, 0, None, None))(*state, *batch)
+            return tuple(after), losses
+
+        return jax.lax.scan(step, state, several)
 
     def loop_by_hand() -> Any:
         params, opt_state = jax.tree.map(jnp.copy, (hand.params, hand.opt_state))
         for _ in range(steps):
             params, opt_state, losses = step_by_hand(params, opt_state, *batch)
         return params, losses
+
+    def scans_by_hand() -> Any:
+        state = jax.tree.map(jnp.copy, (hand.params, hand.opt_state))
+        for _ in range(steps // together):
+            state, losses = steps_by_hand(state, several)
+        return state, losses
 
     def loop_of_steps() -> Any:
         last = state
@@ -65,11 +81,12 @@ def short_steps(size: int, steps: int, rounds: int) -> Tables:
 
     candidates = {
         "loop by hand": loop_by_hand,
+        "scan by hand, 50 steps a call": scans_by_hand,
         "Trainer.step": loop_of_steps,
         "fit": fitted(shared, lambda: (batch for _ in range(steps))),
         "fit, Batches": fitted(shared, batches()),
         "fit, Batches, a bootstrap sample for each member": fitted(own, batches(members=size, draw="bootstrap")),
-        "fit, Batches, steps_per_call=50": fitted(shared, batches(), steps_per_call=min(50, steps)),
+        "fit, Batches, steps_per_call=50": fitted(shared, batches(), steps_per_call=together),
     }
     times = interleaved(candidates, rounds=rounds, seconds=0)
     rows: list[dict[str, Any]] = [
@@ -84,10 +101,10 @@ def short_steps(size: int, steps: int, rounds: int) -> Tables:
     for _ in range(min(rounds, 5)):
         for way, seconds in first.items():
             seconds.append(in_new_process(way, size))
-    for row, way in zip((rows[0], rows[1]), first, strict=True):
+    for row, way in zip((rows[0], rows[2]), first, strict=True):
         row["first step in a new process (s)"] = spread(first[way])
     names = list(times)
-    return rows, [claim(times, name, names[:1]) for name in names[1:]]
+    return rows, [claim(times, name, names[: 2 if "call" in name else 1]) for name in names[2:]]
 
 
 def in_new_process(way: str, size: int) -> float:
