@@ -24,7 +24,7 @@ from ...transforms._runs.identity import Identity, check_same_run, in_a_run
 from ...transforms._runs.loop import run, skip
 from ...transforms._runs.processes import Group
 from ...transforms._runs.run_directory import RunDirectory
-from ...transforms._runs.source import Source, Stacked
+from ...transforms._runs.source import Source, Stacked, first_batch
 from .._execution.autotune import Tuning
 from .._execution.forms import State
 from .._execution.search import Search
@@ -114,14 +114,11 @@ class Run:
             arguments, axes = self.stepper.arguments(batch, watch.size)
             batch = watch.batch(arguments, broadcast_axes(axes, arguments), stacked=steps is not None)
             batch = batch if steps is None else Stacked(batch, steps)
-        compare = self.identity is not None and not self.identity.program_is_known
-        validates = watch.validation is not None and watch.validation.like is None
-        if compare or validates:
-            first = batch.first if isinstance(batch, Stacked) else batch
-            if compare:
-                check_program(self.identity, self.stepper, state, first)
-            if validates:
-                watch.validation.begin(watch.full(state, optimizer=False), *self.stepper.arguments(first, state._size))
+        if self.identity is not None and not self.identity.program_is_known:
+            check_program(self.identity, self.stepper, state, first_batch(batch))
+        if watch.validation is not None and watch.validation.like is None:
+            arguments, axes = self.stepper.arguments(first_batch(batch), state._size)
+            watch.validation.begin(watch.full(state, optimizer=False), arguments, axes)
         after, metrics = self._step(state, batch)
         self.taken += steps or 1
         active = watch.active

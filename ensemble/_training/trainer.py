@@ -336,10 +336,10 @@ class Trainer:
         Cost:
           The state is copied once; after that, each step reuses the memory of the previous state. With
           `checkpoint_dir`, a step is traced once more, and about one second for each GiB of `state` identifies the run.
-          With `steps_per_call`, as many batches are in memory (twice, unless they come from `Batches`), and up to as many
-          are taken before a stop is noticed.
-          A validation evaluates the losses of all members as the last step was executed, without gradients. With a
-          callback that takes the state, the device waits for the host after each recorded step.
+          With `steps_per_call`, as many batches are in memory (twice, unless they come from `Batches`), and up to as
+          many are taken before a stop is noticed. A validation evaluates the losses of all members as the last step was
+          executed, without gradients. With a callback that takes the state, the device waits for the host after each
+          recorded step.
         """
         self._check_state("Trainer.fit", state)
         check_options("Trainer.fit", steps, checkpoint_dir, checkpoint_every, checkpoint_keep, history_every, resume)

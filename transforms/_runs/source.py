@@ -20,11 +20,6 @@ class Stacked:
     arrays: Any
     steps: int
 
-    @property
-    def first(self) -> Any:
-        """Return the first of them."""
-        return first_of(self.arrays)
-
 
 class Source(Iterator[Any]):
     """An iterator over batches.
@@ -61,6 +56,11 @@ class Source(Iterator[Any]):
         # In one program, or by NumPy, so that there is one transfer instead of one for each array.
         on_host = all(isinstance(x, np.ndarray) for x in jax.tree.leaves(batches))
         return Stacked(jax.tree.map(lambda *x: np.stack(x), *batches) if on_host else _stack(batches), count)
+
+
+def first_batch(batch: Any) -> Any:
+    """Return the first of several batches that are stacked; any other batch itself."""
+    return first_of(batch.arrays) if isinstance(batch, Stacked) else batch
 
 
 def first_of(arrays: Any) -> Any:

@@ -217,7 +217,12 @@ def test_several_batches_are_gathered_as_one(tmp_path, monkeypatch, members, cou
     data = {"x": mapped(tmp_path / "x.npy", x) if on_disk else x, "y": np.arange(23)}
     batches = Batches(data, 3, key=KEY, members=members, epochs=3)
     expected, calls, gathered = list(batches), [], batches._gathered
-    monkeypatch.setattr(batches, "_gathered", lambda *args: calls.append(args) or gathered(*args))
+
+    def counted(*args):
+        calls.append(args)
+        return gathered(*args)
+
+    monkeypatch.setattr(batches, "_gathered", counted)
     for start in (0, 1, 6, 13):
         iterator = iter(batches)
         assert iterator.skip(start // 2) == start // 2

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from plurax.ensemble import Batches, EarlyStopping, Ensemble, Restarts, Trainer
-from plurax.transforms._runs.source import Source, Stacked
+from plurax.transforms._runs.source import Source, Stacked, first_batch
 
 
 def losses(history):
@@ -214,7 +214,7 @@ def test_batches_become_one(kind, assert_same):
     assert_same(found.arrays["x"], np.stack([batch["x"] for batch in batches[1:4]]))
     np.testing.assert_array_equal(found.arrays["n"], [0.5, 1.0, 1.5])
     assert found.arrays["none"] is None
-    assert_same(found.first["x"], batches[1]["x"])
+    assert_same(first_batch(found)["x"], batches[1]["x"])
     assert source.stacked(4) is None  # another shape
     jax.tree.map(np.testing.assert_array_equal, list(source), batches[4:])
     assert source.stacked(2) is None
