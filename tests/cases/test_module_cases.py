@@ -41,7 +41,7 @@ def test_parameters_have_the_name_of_their_place():
     assert sum(x.size for x in found.values()) == 460_800
 
 
-WEIGHTS = {"as initialized": (init.he_normal(), 3e-6), "all 0.1": (init.constant(0.1), 5e-6)}
+WEIGHTS = {"as initialized": (init.he_normal(), 1e-5), "all 0.1": (init.constant(0.1), 1e-5)}
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -49,7 +49,8 @@ class TestACellAgainstItsReference:
     """Convolutions of (2, 12, 12, 120) images in [-1, 1), against windows summed in double precision.
 
     MindSpore's guide reports 2.94e-6 against PyTorch for one draw of images, with weights of 0.1. The sums have 1,920
-    terms and reach 9. Over draws, the error against the exact sums is 2.6e-6 to 3.3e-6 here, 4.4e-6 to 1e-5 in PyTorch.
+    terms and reach 9. Over draws, the error against the exact sums is 2.6e-6 to 3.3e-6 on a CPU with AVX-512 and up to
+    5.8e-6 on one with AVX2, and 4.4e-6 to 1e-5 in PyTorch.
     """
 
     X = np.random.default_rng(0).uniform(-1, 1, (2, 12, 12, 120)).astype(np.float32)
