@@ -244,7 +244,7 @@ def test_a_cell_agrees_with_the_same_in_another_place(cells):
     same, pad = cells.compare_a_cell().values()
     assert same == ((2, 12, 12, 240), None)
     assert pad[0] == (2, 9, 9, 240)
-    assert pad[1] <= 1e-5
+    assert pad[1] <= 5e-6  # 3.3e-6 on a CPU with AVX2
 
 
 def test_compiled_and_step_by_step_give_one_result(cells):
