@@ -40,6 +40,15 @@ _MANIFEST = "plurax.json"
 _HISTORY = "history.npz"
 
 
+class OtherStructure(ValueError):
+    """A checkpoint holds other arrays than the object that it is read into."""
+
+    def __init__(self, where: str, has: str, like: str) -> None:
+        remedy = "pass as `like` an object with the saved structure"
+        super().__init__(f"{where} has {has}, but `like` has {like}; {remedy}.")
+        self.where, self.has, self.like = where, has, like
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint whose manifest has been read, and whose files have the sizes listed there."""
@@ -141,15 +150,14 @@ class Checkpoint:
             held = ", ".join(self.manifest["arrays"])
             raise ValueError(f"{self} holds {held}, but no {part}; read it with the function for what it holds.")
         if size != self.manifest["size"]:
-            raise ValueError(f"{self} has {self.manifest['size']} members, but like has {size}; pass one of that size.")
+            raise OtherStructure(f"{self}", f"{self.manifest['size']} members", f"{size}")
         written = {array["key"]: array for array in self.manifest["arrays"][part]}
         wanted = {array["key"]: array for array in expected}
         for key in [*wanted, *written]:
             if written.get(key) != wanted.get(key):
                 path = (wanted.get(key) or written[key])["path"]
                 has = f"{_say(written.get(key))} at `{path}` in `{part}`, for each member"
-                lacks = f"`like` has {_say(wanted.get(key))}"
-                raise ValueError(f"{self} has {has}, but {lacks}; pass as `like` an object with the saved structure.")
+                raise OtherStructure(f"{self}", has, _say(wanted.get(key)))
         places = {key: place for place, key in enumerate(written)}
         return [places[key] for key in wanted]
 

@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from .._core.machine import processor
 from .._core.prng import is_key
 from .._core.version import __version__
-from .checkpoint import Checkpoint, members_held
+from .checkpoint import Checkpoint, OtherStructure, members_held
 from .processes import Damaged, Group
 
 # Of larger data, evenly spaced rows of this many bytes in total are compared.
@@ -157,6 +157,11 @@ def in_a_run() -> Iterator[None]:
         yield
     except Damaged:
         raise
+    except OtherStructure as error:
+        # In a run, what is read into is the state, and `resume=True` could not go on either.
+        found = f"its state has {error.has}, but `state` has {error.like}"
+        remedy = "Use another checkpoint_dir or the settings of that run, or pass resume=False to start from `state`."
+        raise ValueError(f"{error.where} is of another run: {found}. {remedy}") from error
     except ValueError as error:
         raise ValueError(f"{error} Or use another checkpoint_dir, or resume=False to start from `state`.") from error
 

@@ -304,7 +304,7 @@ class Test_refusals:
 
     def test_another_size(self, tmp_path, ens):
         save(tmp_path / "a", ens)
-        with pytest.raises(ValueError, match="has 3 members, but like has 2"):
+        with pytest.raises(ValueError, match="has 3 members, but `like` has 2"):
             load(tmp_path / "a", ens[:2])
 
     def test_another_architecture(self, tmp_path, ens, plain):

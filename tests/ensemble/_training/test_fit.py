@@ -515,12 +515,12 @@ class Test_refusals:
     def test_a_checkpoint_of_another_size(self, tmp_path, ens, cross_entropy, make_batches):
         trainer = Trainer(cross_entropy, optax.sgd(0.1))
         trainer.fit(trainer.init(ens), make_batches(1), progress=False, checkpoint_dir=tmp_path)
-        with pytest.raises(ValueError, match="has 3 members, but like has 2"):
+        with pytest.raises(ValueError, match="its state has 3 members, but `state` has 2"):
             trainer.fit(trainer.init(ens[:2]), [], progress=False, checkpoint_dir=tmp_path)
 
     def test_a_checkpoint_of_another_ensemble(self, tmp_path, trainer, ens, cross_entropy, stateful, make_batches):
         trainer.fit(trainer.init(ens), make_batches(1), progress=False, checkpoint_dir=tmp_path)
-        with pytest.raises(ValueError, match="in `ensemble`, for each member, but `like` has"):
+        with pytest.raises(ValueError, match="in `ensemble`, for each member, but `state` has"):
             trainer.fit(trainer.init(Ensemble.create(stateful, 3, seed=0)), [], progress=False, checkpoint_dir=tmp_path)
 
     def test_a_checkpoint_beyond_the_requested_steps(self, tmp_path, trainer, ens, make_batches):

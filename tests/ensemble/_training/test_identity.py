@@ -97,6 +97,19 @@ def test_a_checkpoint_of_another_run_is_refused(name, tmp_path):
         assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize("resume", ["auto", True])
+def test_a_state_of_another_structure_is_of_another_run(tmp_path, resume):
+    run_of()(steps=4, checkpoint_dir=tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    match = r"is of another run: its state has shape .* at `.*count` in `opt_state`, .* but `state` has nothing"
+    with pytest.raises(ValueError, match=match) as raised:
+        run_of(optimizer=optax.sgd(0.1))(steps=6, checkpoint_dir=tmp_path, resume=resume)
+    assert "another checkpoint_dir" in str(raised.value)
+    assert "resume=False" in str(raised.value)
+    assert "like" not in str(raised.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_all_differences_are_named(tmp_path):
     run_of()(steps=2, checkpoint_dir=tmp_path)
     with pytest.raises(ValueError, match="other weights; its batches have another key; its batches have another bat"):
