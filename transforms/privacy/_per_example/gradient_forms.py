@@ -41,6 +41,35 @@ class OuterProduct(NamedTuple):
         positions, p, d = self.left.shape[2], self.left.shape[3], self.right.shape[3]
         return positions * (p + d) < p * d
 
+    def smallest(self, room: int = 0) -> GradientForm:
+        """Materialize the gradients if this takes fewer operations and numbers than the factors' inner products.
+
+        Args:
+          room: a number of numbers for each example that are materialized even if inner products take fewer.
+        """
+        (_, stack, positions, p), d = self.left.shape, self.right.shape[3]
+        fits = p * d <= max(2 * positions**2, room // stack)
+        return Dense(self.each()) if not self.smaller() and fits else self
+
+    def with_axes(self, order: Sequence[int]) -> OuterProduct:
+        """Return the form with axes of the array that a transpose with this permutation turned into the operand."""
+        if self.axes is None:
+            return self
+        stack, p, d = (tuple(order[axis] for axis in some) for some in self.axes)
+        return self._replace(axes=(stack, p, d))
+
+    def at_rows(self, rows: jax.Array) -> jax.Array:
+        """Return rows of each example's gradient, in float32 or wider: shape (batch, stack, rows, row).
+
+        Args:
+          rows: their indices along axis 0 of the operand, which must be the only axis of p or of d.
+        """
+        along_rows, along = widened(self.left), widened(self.right)
+        if self.axes is not None and self.axes[2] == (0,):
+            along_rows, along = along, along_rows
+        found = jnp.take_along_axis(along_rows, rows[:, :, None, :], axis=3)
+        return jnp.einsum("bstr,bstc->bsrc", found, along, precision="highest")
+
     def squared_norm(self) -> jax.Array:
         """Return the squared norm of each example's gradient, in float32 or wider: shape (batch,)."""
         left, right = widened(self.left), widened(self.right)
@@ -111,15 +140,8 @@ class RowSparse(NamedTuple):
         return float(jnp.finfo(wide(self.right.dtype)).eps)
 
     def cross(self, factors: OuterProduct) -> jax.Array:
-        """Return twice the inner product with the outer-product gradient of the same table, whose rows are p or d.
-
-        This is 2 Σₜᵤ A[t, rowᵤ] ⟨gₜ, gᵤ⟩, with t over the positions of the factors and u over the positions of `rows`.
-        """
-        along_rows, along = factors.left, factors.right
-        if factors.axes is not None and factors.axes[2] == (0,):
-            along_rows, along = along, along_rows
-        at_rows = jnp.take_along_axis(widened(along_rows), self.rows[:, :, None, :], axis=3)
-        return 2 * (at_rows * _gram(widened(along), widened(self.right))).sum((1, 2, 3))
+        """Return twice the inner product with the outer-product gradient of the same table, whose rows are p or d."""
+        return 2 * (factors.at_rows(self.rows) * widened(self.right)).sum((1, 2, 3))
 
     def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
         """Sum `weights` times the gradient over examples: like the operand, in `dtype` or wider."""
@@ -174,6 +196,30 @@ class Dense(NamedTuple):
 GradientForm = OuterProduct | RowSparse | Dense
 
 
+# A bound on the rounding error of a sum, in units of the rounding error of its largest terms.
+_ROUNDINGS = 8
+
+
+def rounding(at_uses: Sequence[GradientForm], summed: GradientForm, eps: float, twice: bool) -> tuple[Any, Any]:
+    """Return two bounds on rounding errors in a squared norm; each may be 0.
+
+    Args:
+      at_uses: the forms at the uses of a parameter.
+      summed: the form that they were merged into.
+      eps: the relative rounding error of the norms' dtype.
+      twice: whether the weighted sum uses the forms of a second backward pass instead of these.
+
+    Returns:
+      A number to add to the squared norm, for rounding errors of the norm, and a lower bound on the result, for those
+      of a weighted sum that is computed in a narrower dtype.
+    """
+    if isinstance(summed, (OuterProduct, RowSparse)):
+        terms = summed.terms()
+        return _ROUNDINGS * eps * terms, _ROUNDINGS * summed.eps() * terms if summed.eps() > eps else 0
+    # Materialized gradients of the only pass are summed as they are.
+    return 0, sum(_ROUNDINGS * form.eps() * form.terms() for form in at_uses) if twice else 0
+
+
 def dtype_of(form: GradientForm) -> Any:
     """Return the dtype in which the gradients of a form were computed."""
     return (form.gradients if isinstance(form, Dense) else form.right).dtype
@@ -186,7 +232,7 @@ def merged(forms: list[tuple[int, ParameterUse, GradientForm]]) -> dict[int, Gra
     transpose, the axes of its form refer to the array before the transpose.
     """
     n, use, form = forms[0]
-    base = _without_transposes(use)[0]
+    base = without_transposes(use)[0]
     if base is None:
         return None
     if len(forms) == 1:
@@ -195,7 +241,7 @@ def merged(forms: list[tuple[int, ParameterUse, GradientForm]]) -> dict[int, Gra
     factors: dict[int, OuterProduct] = {}
     tables: dict[int, RowSparse] = {}
     for n, use, form in forms:
-        layout, order = _without_transposes(use)
+        layout, order = without_transposes(use)
         if layout != base or len(use.value.leaves) != 1:
             return None
         if isinstance(form, OuterProduct) and form.axes is not None:
@@ -233,7 +279,7 @@ def _concatenated(forms: Sequence[Any], *names: str) -> Any:
     return forms[0]._replace(**{name: jnp.concatenate([getattr(x, name) for x in forms], axis=2) for name in names})
 
 
-def _without_transposes(use: ParameterUse) -> tuple[Any, tuple[int, ...]]:
+def without_transposes(use: ParameterUse) -> tuple[Any, tuple[int, ...]]:
     """Return the layout of an operand without its last transposes, and the permutation that these make up."""
     layout = use.value.layout
     order = tuple(range(len(use.aval.shape)))

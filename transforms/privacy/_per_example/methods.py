@@ -19,7 +19,6 @@ from jax.extend.core import Jaxpr
 
 from ..._core.arguments import check_choice
 from ..._core.jaxpr import aval, bodies
-from ..._core.prng import is_key
 from .gradient_forms import Dense
 from .loss import ExampleProgram, PerExample
 from .norms import ExampleGradients
@@ -191,9 +190,9 @@ class Backward:
             self._clipped = jnp.sqrt(clipped)
             return
         with _PROMOTES():
-            self._found = ExampleGradients(of.program, self._examples, spmd_axis_name)
+            self._found = ExampleGradients(of.program, self._examples, spmd_axis_name, inside=method == "ghost")
             self.values, self.aux, self.squares = self._found.values, self._found.aux, self._found.squared_norms
-            self._clipped = self._found.upper_norms(twice=method == "ghost")
+            self._clipped = self._found.upper_norms()
 
     def norms_to_clip(self) -> jax.Array:
         """Return the norms to clip by: those after `transform`, if there is one, rounded up and positive."""
@@ -208,25 +207,24 @@ class Backward:
         """
         if self._found is None:
             return jax.tree.map(lambda x: Dense(x).weighted(weights, dtype), self._each)
-        found = self._found
         with _PROMOTES():
             if self._method == "ghost":
-                # Run the same pass again, so that no gradient form of the first pass is kept until the weights are
-                # known. (Differentiating the weighted losses would include examples of weight zero: 0 * inf is NaN.)
-                found = ExampleGradients(self._of.program, self._hidden(weights), self._spmd, self._found.held)
-            return found.weighted_sum(weights, dtype)
+                return self._found.weighted_sum_again(self._without_excluded(weights), weights, dtype)
+            return self._found.weighted_sum(weights, dtype)
 
-    def _hidden(self, weights: jax.Array) -> list[Any]:
-        """Return the examples disguised from XLA, which would otherwise merge both passes into one (by CSE).
+    def _without_excluded(self, weights: jax.Array) -> list[Any]:
+        """Return the examples, with the first one that has a weight in place of those that have none.
 
-        `lax.optimization_barrier` does not prevent this on a CPU.
+        The gradient of a weighted loss would be NaN if an example of weight 0 had an infinite gradient. The choice also
+        keeps XLA from merging both passes into one (by CSE), which `lax.optimization_barrier` does not on a CPU.
         """
-        unchanged = ~(weights < 0)  # true for all examples, but XLA cannot infer it
+        has_weight = weights != 0
+        first = jnp.argmax(has_weight)
 
-        def hidden(x: jax.Array) -> jax.Array:
-            return jnp.where(unchanged.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x))
+        def chosen(x: jax.Array) -> jax.Array:
+            return jnp.where(has_weight.reshape(-1, *[1] * (x.ndim - 1)), x, x[first])
 
-        return [x if is_key(x) else hidden(x) for x in self._examples]  # keys have no zeros
+        return [chosen(x) for x in self._examples]
 
 
 def each_gradient(of: PerExample, examples: Sequence[Any], spmd_axis_name: str | None = None) -> Any:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ..._calls.explicit_sharding import divided_as
-from .gradient_forms import Dense, GradientForm, OuterProduct, RowSparse, dtype_of, merged, wide
+from ..._core.compat import varying, varying_axes
+from ..._core.jaxpr import evaluate, interpret
+from .gradient_forms import Dense, GradientForm, OuterProduct, RowSparse, merged, rounding, wide
+from .in_backward import InBackward, has_linear_backward, in_backward
 from .loss import ExampleProgram
-from .parameter_uses import disjoint
-from .perturbations import operands, run_perturbed, zero_perturbations
+from .parameter_uses import sharing
+from .perturbations import Perturbations, Records, operands, run_perturbed, zero_perturbations
 from .rules import forms_at
-
-# A bound on the rounding error of a sum, in units of the rounding error of its largest terms.
-_ROUNDINGS = 8
 
 
 class ExampleGradients:
@@ -28,7 +28,7 @@ class ExampleGradients:
       program: the loss.
       examples: the examples, along axis 0 of each array.
       spmd_axis_name: as for `jax.vmap`.
-      held: the attribute `held` of a first pass over the same examples.
+      inside: whether to compute norms inside the backward pass where possible, and weighted sums in a second pass.
 
     Attributes:
       values: the loss of each example.
@@ -41,57 +41,73 @@ class ExampleGradients:
         program: ExampleProgram,
         examples: Sequence[Any],
         spmd_axis_name: str | None = None,
-        held: dict[int, jax.Array] | None = None,
+        inside: bool = False,
     ) -> None:
         if program.refusal:  # `first_that_traces` then falls back to `jax.grad`
             raise NotImplementedError(program.refusal)
-        self._plan, self._parameters, self._uses = program.plan, program.parameters, program.uses
-        self._spmd = spmd_axis_name
-        batch = examples[0].shape[0]
-
-        def of_example(zeros: Any, example: list[Any]) -> Any:
-            outputs, records = run_perturbed(self._plan, [*self._parameters, *example], zeros)
-            value, aux = jax.tree.unflatten(program.treedef, outputs)
-            return value, (aux, records)
-
-        # The only backward pass. No example's loss depends on another's zeros, so a cotangent of ones for all losses
-        # gives the cotangents of each example separately.
-        zeros = zero_perturbations(self._plan, batch)
-        given = [*examples, jnp.zeros(batch, jnp.float32)]  # with the zero that `ExampleProgram` adds to the loss
-        mapped = jax.vmap(of_example, spmd_axis_name=spmd_axis_name)
-        self.values, pull, (self.aux, records) = jax.vjp(lambda zeros: mapped(zeros, given), zeros, has_aux=True)
-        (cotangents,) = pull(jnp.ones_like(self.values))
+        self._program, self._plan, self._parameters = program, program.plan, program.parameters
+        self._uses, self._spmd = program.uses, spmd_axis_name
+        self._inside = in_backward(self._plan, spmd_axis_name) if inside else None
+        zeros = zero_perturbations(self._plan, examples[0].shape[0], self._inside)
+        self.values, self.aux, records, cotangents = self._backward(examples, zeros, self._inside)
+        self._entries = {n: cotangents[n] for n in self._inside.uses} if self._inside else {}
         # First the gradient of the operand of each use. Then, for each group of uses that share elements of the
         # parameters, as few forms as possible, or materialized gradients of these parameters.
         self._at_uses = self._forms_at_uses(records, cotangents)
-        self._groups: list[tuple[list[int], dict[int, GradientForm]]] = []
-        self.held: dict[int, jax.Array] = held or {}
-        for group in self._uses_in_common():
-            forms = merged([(n, self._uses[n], self._at_uses[n]) for n in group])
-            if forms is None and held is None:
+        self._groups = self._merged(self._at_uses)
+        self._forms = {n: form for _, forms in self._groups for n, form in (forms or {}).items()}
+        self.held: dict[int, jax.Array] = {}
+        for group, forms in self._groups:
+            if forms is None:
                 for leaf, gradients in self._of_leaves(group).items():
                     self.held[leaf] = self.held.get(leaf, 0) + gradients
-            self._groups.append((group, forms or {}))
-        self._forms = {n: form for _, forms in self._groups for n, form in forms.items()}
 
-    def _forms_at_uses(self, records: Any, cotangents: Any) -> dict[int, GradientForm]:
-        """Return the form of each example's gradient of the operand of each use."""
-        given = operands(self._plan, self._parameters, frozenset(range(len(self._uses))))
+    def _backward(
+        self, examples: Sequence[Any], zeros: Perturbations, inside: InBackward | None, weights: Any = None
+    ) -> tuple[Any, Any, Records, Perturbations]:
+        """Run a backward pass; return losses, auxiliary outputs, records and the cotangents of the zeros.
+
+        Args:
+          examples: the examples, along axis 0 of each array.
+          zeros: the zero perturbations.
+          inside: the uses that have a backward rule of their own.
+          weights: the weight of each example, shape (batch,), if these rules sum weighted gradients.
+        """
+
+        def of_example(zeros: Perturbations, example: list[Any], weight: Any) -> tuple[Any, tuple[Any, Any]]:
+            own = inside and inside._replace(weight=weight)
+            outputs, records = run_perturbed(self._plan, [*self._parameters, *example], zeros, own)
+            value, aux = jax.tree.unflatten(self._program.treedef, outputs)
+            return value, (aux, records)
+
+        # The zeros of rules that sum gradients have no axis for the examples.
+        summing = inside.uses if inside is not None and weights is not None else frozenset()
+        axes = {n: None if n in summing else 0 for n in zeros}, 0, 0
+        mapped = jax.vmap(of_example, axes, spmd_axis_name=self._spmd)
+        given = [*examples, jnp.zeros(examples[0].shape[0], jnp.float32)]  # the zero that `ExampleProgram` adds
+        values, pull, (aux, records) = jax.vjp(lambda zeros: mapped(zeros, given, weights), zeros, has_aux=True)
+        # No example's loss depends on another's zeros, so a cotangent of ones for all losses gives the cotangents of
+        # each example separately.
+        (cotangents,) = pull(jnp.ones_like(values))
+        return values, aux, records, cotangents
+
+    def _merged(self, at_uses: dict[int, GradientForm]) -> list[tuple[list[int], dict[int, GradientForm] | None]]:
+        """Merge the forms of each group of uses that share elements of the parameters; None if they do not merge."""
+        groups = [[n for n in group if n in at_uses] for group in sharing(self._uses)]
+        return [(group, merged([(n, self._uses[n], at_uses[n]) for n in group])) for group in groups if group]
+
+    def _forms_at_uses(self, records: Records, cotangents: Perturbations) -> dict[int, GradientForm]:
+        """Return the form of each example's gradient of the operand of each use that was recorded."""
+        given = operands(
+            self._plan, self._parameters, frozenset(n for n, use in enumerate(self._uses) if use.first in records)
+        )
         forms: dict[int, GradientForm] = {}
-        for first in self._plan.firsts():
+        for first in records:
             together = [n for n, use in enumerate(self._uses) if use.first == first]
             uses, fixed = [self._uses[n] for n in together], [given[n] for n in together]
             found = forms_at(uses, fixed, records[first], cotangents[first], self._spmd)
             forms |= zip(together, found, strict=True)
         return forms
-
-    def _uses_in_common(self) -> list[list[int]]:
-        """Group the uses that share elements of the parameters."""
-        groups: list[list[int]] = []
-        for n, use in enumerate(self._uses):
-            joined = [group for group in groups if any(not disjoint(use.value, self._uses[m].value) for m in group)]
-            groups = [group for group in groups if group not in joined] + [[*itertools.chain(*joined), n]]
-        return groups
 
     def _of_leaves(self, numbers: Sequence[int]) -> dict[int, jax.Array]:
         """Materialize each example's gradients of the parameters of some uses."""
@@ -116,39 +132,44 @@ class ExampleGradients:
             total = total + form.squared_norm()
         for _, forms in self._groups:
             # A table that is both indexed and multiplied: ‖A + B‖² = ‖A‖² + ‖B‖² + 2⟨A, B⟩.
-            rows = [form for form in forms.values() if isinstance(form, RowSparse)]
-            factors = [form for form in forms.values() if isinstance(form, OuterProduct)]
+            rows = [form for form in (forms or {}).values() if isinstance(form, RowSparse)]
+            factors = [form for form in (forms or {}).values() if isinstance(form, OuterProduct)]
             total = total + sum(row.cross(factor) for row in rows for factor in factors)
+        for n, (_, *at_rows) in self._entries.items():
+            total = total + self._entry(n, 0)
+            for lookup, found in zip(self._inside.lookups.get(n, []), at_rows, strict=True):
+                total = total + 2 * (found * self._at_uses[lookup].right[:, 0]).sum((1, 2))
         return jnp.maximum(total, 0)  # if terms cancel, a rounding error of either sign remains
 
-    def upper_norms(self, twice: bool) -> jax.Array:
+    def _entry(self, n: int, k: int) -> jax.Array:
+        """Return an entry of the sums that were computed inside the backward pass, added over the loops of a use."""
+        found = self._entries[n][0]
+        return found[..., k].sum(tuple(range(1, found.ndim - 1)))
+
+    def upper_norms(self) -> jax.Array:
         """Return the norms to clip by: upper bounds on the gradient norms that include rounding errors.
 
         The terms of a gradient, which are positions or uses of a parameter, may cancel. Its norm from inner products
         and the sum of the terms are then only as accurate as the rounding errors of the largest terms.
-
-        Args:
-          twice: whether the weighted sum uses the forms of a second backward pass instead of these.
         """
-        # The bound is ‖g‖² + 8ε Σₜ ‖aₜ‖²‖gₜ‖²; `terms` is the sum over positions t.
-        squares = self.squared_norms
+        # The bound is ‖g‖² + 8ε Σₜ ‖aₜ‖²‖gₜ‖²; the sum is over positions t.
+        squares, twice = self.squared_norms, self._inside is not None
         eps = float(jnp.finfo(squares.dtype).eps)
-        # `terms` are weighted by the rounding error of the norms' dtype; `lost` by that of the sum, if it is larger.
-        terms, lost = [], []
+        added, least = [], []
         for group, forms in self._groups:
-            for form in forms.values():
-                if isinstance(form, (OuterProduct, RowSparse)):
-                    terms.append(form.terms())
-                    if form.eps() > eps:
-                        lost.append(_ROUNDINGS * form.eps() * terms[-1])
-                elif twice:  # otherwise the materialized gradients are summed as they are
-                    lost += [_ROUNDINGS * self._at_uses[n].eps() * self._at_uses[n].terms() for n in group]
-        squares = squares + _ROUNDINGS * eps * sum(terms)
-        norms = jnp.sqrt(jnp.maximum(squares, sum(lost)) if lost else squares)
+            for form in (forms or {}).values():
+                bounds = rounding([self._at_uses[n] for n in group], form, eps, twice)
+                added.append(bounds[0])
+                least.append(bounds[1])
+        for n in self._entries:
+            added.append(self._entry(n, 1))
+            least.append(self._entry(n, 2))
+        norms = jnp.sqrt(jnp.maximum(squares + sum(added), sum(least)))
         # A bfloat16 factor times its weight is rounded, and may grow. In a second pass, XLA may omit other roundings to
         # half precision than in the first.
         grown = [form.eps() / 2 for form in self._forms.values() if isinstance(form, OuterProduct)]
-        grown += [2 * float(jnp.finfo(dtype_of(form)).eps) for form in self._at_uses.values() if twice]
+        if twice:
+            grown += [2 * float(jnp.finfo(dtype).eps) for use in self._uses for dtype in use.dtypes()]
         return norms * (1 + max(grown)) if grown and max(grown) > 4 * eps else norms
 
     def forms_summed(self) -> dict[int, GradientForm | None]:
@@ -156,8 +177,9 @@ class ExampleGradients:
         found: dict[int, GradientForm | None] = {}
         for group, forms in self._groups:
             for n in group:
-                alike = [form for form in forms.values() if isinstance(form, type(self._at_uses[n]))]
-                found[n] = next(iter([*alike, *forms.values()]), None)
+                every = list((forms or {}).values())
+                alike = [form for form in every if isinstance(form, type(self._at_uses[n]))]
+                found[n] = next(iter([*alike, *every]), None)
         return found
 
     def each(self) -> list[jax.Array]:
@@ -173,14 +195,65 @@ class ExampleGradients:
           weights: shape (batch,).
           dtype: the dtype of the sum, if it is wider than float32 and the dtypes of the parameters.
         """
+        given, pull = self._wide_operands(frozenset(self._forms), dtype)
+        found = {n: form.weighted(weights, dtype) for n, form in self._forms.items()}
+        return self._summed(given, pull, found, weights, dtype)
+
+    def weighted_sum_again(self, examples: Sequence[Any], weights: jax.Array, dtype: Any = None) -> list[jax.Array]:
+        """Return `weighted_sum` from a second backward pass, after norms that were computed inside the first.
+
+        Args:
+          examples: the same examples, but for those of weight zero, which may be any for which the loss is finite.
+          weights: as for `weighted_sum`.
+          dtype: as for `weighted_sum`.
+        """
+        assert self._inside is not None
+        as_parameters = all(wide(x.dtype, dtype) == x.dtype for x in self._parameters)
+        if as_parameters and not self.held and has_linear_backward(self._plan):
+            return self._ordinary_gradient(examples, weights)
+        # Otherwise each rule weights the gradient at its use, so that cotangents are rounded as in the first pass.
+        forms = frozenset(self._forms)
+        given, pull = self._wide_operands(self._inside.uses | forms, dtype)
+        zeros = zero_perturbations(self._plan, examples[0].shape[0], self._inside)
+        zeros |= {n: [varying(jnp.zeros_like(given[n]), varying_axes(given[n]))] for n in self._inside.uses}
+        _, _, records, cotangents = self._backward(examples, zeros, self._inside, weights)
+        groups = self._merged(self._forms_at_uses(records, cotangents))
+        found = {n: form.weighted(weights, dtype) for _, forms in groups for n, form in (forms or {}).items()}
+        found |= {n: cotangents[n][0] for n in self._inside.uses}
+        return self._summed(given, pull, found, weights, dtype)
+
+    def _ordinary_gradient(self, examples: Sequence[Any], weights: jax.Array) -> list[jax.Array]:
+        """Return the gradient of the weighted loss, zero if no example has a weight."""
+
+        def losses(parameters: list[Any]) -> Any:
+            def of_example(example: list[Any]) -> Any:
+                args = [*parameters, *example, jnp.zeros((), jnp.float32)]
+                closed = self._plan.closed
+                outputs = interpret(closed.jaxpr, closed.consts, args, lambda eqn, values: evaluate(eqn, *values))
+                return jax.tree.unflatten(self._program.treedef, outputs)[0]
+
+            return jax.vmap(of_example, spmd_axis_name=self._spmd)(list(examples))
+
+        def summed() -> list[jax.Array]:
+            values, pull = jax.vjp(losses, self._parameters)
+            return pull(weights.astype(values.dtype))[0]
+
+        # Besides, XLA does not merge operations inside a `cond` with those of the first pass (by CSE): a zero that both
+        # passes scatter into would otherwise be written early, and kept.
+        zeros = [jnp.zeros_like(x) for x in self._parameters]
+        return lax.cond((weights != 0).any(), summed, lambda: zeros)
+
+    def _wide_operands(self, uses: frozenset[int], dtype: Any) -> tuple[dict[int, Any], Any]:
+        """Return the operands of uses in the dtype of the sum, and the function that pulls sums back to parameters."""
 
         def of_parameters(parameters: list[Any]) -> dict[int, Any]:
-            return operands(self._plan, parameters, frozenset(self._forms), wider=True)
+            return operands(self._plan, parameters, uses, wider=True)
 
-        # Sum at the operands, then pull the sums back to the parameters once, by the transpose of a linear map.
-        given, pull = jax.vjp(of_parameters, [x.astype(wide(x.dtype, dtype)) for x in self._parameters])
-        found = {n: form.weighted(weights, dtype).astype(given[n].dtype) for n, form in self._forms.items()}
-        (sums,) = pull({n: divided_as(x, given[n]) for n, x in found.items()})
+        return jax.vjp(of_parameters, [x.astype(wide(x.dtype, dtype)) for x in self._parameters])
+
+    def _summed(self, given: Any, pull: Any, found: dict[int, Any], weights: jax.Array, dtype: Any) -> list[jax.Array]:
+        """Pull the sums at operands back to the parameters once, by the transpose of a linear map, and add the rest."""
+        (sums,) = pull({n: divided_as(x.astype(given[n].dtype), given[n]) for n, x in found.items()})
         for i, gradients in self.held.items():
             sums[i] += Dense(gradients).weighted(weights, dtype)
         return sums

@@ -84,6 +84,11 @@ class ParameterUse(NamedTuple):
         """Return the shape and dtype of the operand."""
         return aval(self.eqn.invars[self.operand])
 
+    def dtypes(self) -> list[Any]:
+        """Return the dtypes of the operand and of the results through which gradients flow."""
+        results = [aval(x).dtype for x in self.eqn.outvars]
+        return [self.aval.dtype, *(dtype for dtype in results if jnp.issubdtype(dtype, jnp.inexact))]
+
 
 class UsePlan(NamedTuple):
     """A plan for each operation of a program.
@@ -327,3 +332,12 @@ def disjoint(one: Parameters, other: Parameters) -> bool:
 def is_cast(eqn: JaxprEqn) -> bool:
     """Return whether an operation changes the dtype."""
     return eqn.primitive.name == "convert_element_type"
+
+
+def sharing(uses: Sequence[ParameterUse]) -> list[list[int]]:
+    """Group the numbers of the uses that share elements of the parameters."""
+    groups: list[list[int]] = []
+    for n, use in enumerate(uses):
+        joined = [group for group in groups if any(not disjoint(use.value, uses[m].value) for m in group)]
+        groups = [group for group in groups if group not in joined] + [[*itertools.chain(*joined), n]]
+    return groups

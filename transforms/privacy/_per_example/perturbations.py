@@ -18,7 +18,9 @@ from jax.extend.core import JaxprEqn
 
 from ..._core.compat import scan_counts, varying, varying_axes
 from ..._core.jaxpr import REMAT, aval, evaluate, interpret
-from .parameter_uses import ParameterUse, UsePlan, rearrange
+from .in_backward import InBackward
+from .parameter_uses import UsePlan, rearrange
+from .rules import clipped_rows
 
 # Keyed by the number of an operation's first use: one array for each floating-point output.
 Perturbations = dict[int, list[Any]]
@@ -26,20 +28,43 @@ Perturbations = dict[int, list[Any]]
 Records = dict[int, list[Any]]
 
 
-def zero_perturbations(plan: UsePlan, batch: int) -> Perturbations:
-    """Return the zeros for `batch` examples: axis 0 is the examples, followed by an axis for each enclosing loop."""
+def zero_perturbations(plan: UsePlan, batch: int, inside: InBackward | None = None) -> Perturbations:
+    """Return the zeros for `batch` examples: axis 0 is the examples, followed by an axis for each enclosing loop.
 
-    def of_use(use: ParameterUse) -> list[jax.Array]:
+    Args:
+      plan: the plan of the program.
+      batch: the number of examples.
+      inside: the uses that have a backward rule of their own; their zeros are those that it takes for norms.
+    """
+
+    def of_use(n: int) -> list[jax.Array]:
+        use = plan.uses[n]
+        if inside is not None and n in inside.uses:
+            return inside.entries(plan, n, batch)
         leading = batch, *(loop.length for loop in use.loops)
         outputs = [aval(x) for x in use.eqn.outvars if jnp.issubdtype(aval(x).dtype, jnp.inexact)]
         # x + (-0.0) is x for every x, while -0.0 + 0.0 is 0.0, whose sign bit differs.
         return [varying(-jnp.zeros((*leading, *x.shape), x.dtype), varying_axes(x)) for x in outputs]
 
-    return {n: of_use(plan.uses[n]) for n in plan.firsts()}
+    return {n: of_use(n) for n in plan.firsts()}
 
 
-def run_perturbed(plan: UsePlan, args: Sequence[Any], zeros: Perturbations) -> tuple[list[Any], Records]:
-    """Return the outputs of a program with the perturbations added, and the operands of its uses."""
+def run_perturbed(
+    plan: UsePlan,
+    args: Sequence[Any],
+    zeros: Perturbations,
+    inside: InBackward | None = None,
+    before: Records | None = None,
+) -> tuple[list[Any], Records]:
+    """Return the outputs of a program with the perturbations added, and the operands of its uses.
+
+    Args:
+      plan: the plan of the program.
+      args: its arguments.
+      zeros: the perturbations.
+      inside: the uses that have a backward rule of their own, which replaces perturbation and record.
+      before: the records of the enclosing program.
+    """
     records: Records = {}
     steps = iter(plan.steps)
 
@@ -47,9 +72,14 @@ def run_perturbed(plan: UsePlan, args: Sequence[Any], zeros: Perturbations) -> t
         """Return the results of one operation, with perturbations added if it is a use."""
         step = next(steps)
         if isinstance(step, UsePlan):
-            outputs, inner = _run_body(eqn, values, step, zeros)
+            outputs, inner = _run_body(eqn, values, step, zeros, inside, {**(before or {}), **records})
             records.update(inner)
             return outputs
+        if step and inside is not None and step[0] in inside.uses:
+            known = {**(before or {}), **records}
+            lookups = [(plan.uses[n], known[n][1]) for n in inside.lookups.get(step[0], [])]
+            rows = [clipped_rows(use, index).reshape(-1) for use, index in lookups]
+            return inside.run(plan.uses[step[0]], values, zeros[step[0]], rows)
         outputs = evaluate(eqn, *values)
         if not step:
             return outputs
@@ -61,21 +91,29 @@ def run_perturbed(plan: UsePlan, args: Sequence[Any], zeros: Perturbations) -> t
     return interpret(plan.closed.jaxpr, plan.closed.consts, args, visit), records
 
 
-def _run_body(eqn: JaxprEqn, values: list[Any], plan: UsePlan, zeros: Perturbations) -> tuple[list[Any], Records]:
+def _run_body(
+    eqn: JaxprEqn,
+    values: list[Any],
+    plan: UsePlan,
+    zeros: Perturbations,
+    inside: InBackward | None,
+    before: Records,
+) -> tuple[list[Any], Records]:
     """Run a call, a checkpoint or a loop with perturbations in its body; return its results and records."""
     if eqn.primitive.name == "jit":
-        return run_perturbed(plan, values, zeros)
+        return run_perturbed(plan, values, zeros, inside, before)
     # Pass only the zeros of this body: every input of a checkpoint is kept for the backward pass, and a loop slices its
     # inputs for each iteration.
     inner = {n: zeros[n] for n in plan.firsts()}
     if eqn.primitive.name in REMAT:
         options = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
-        return jax.checkpoint(partial(run_perturbed, plan), **options)(values, inner)
+        run = partial(run_perturbed, plan, inside=inside, before=before)
+        return jax.checkpoint(run, **options)(values, inner)
     consts, carry = scan_counts(eqn.params)
 
     def iteration(state: list[Any], slices: tuple[list[Any], Perturbations]) -> tuple[list[Any], Any]:
         of_iteration, zeros = slices
-        outputs, records = run_perturbed(plan, [*values[:consts], *state, *of_iteration], zeros)
+        outputs, records = run_perturbed(plan, [*values[:consts], *state, *of_iteration], zeros, inside, before)
         return outputs[:carry], (outputs[carry:], records)
 
     state, (stacked, records) = lax.scan(

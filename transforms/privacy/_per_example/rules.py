@@ -73,15 +73,14 @@ def _by_derivative(
 
 def _product(use: ParameterUse, operand: jax.Array, values: list[Any], cotangents: list[jax.Array]) -> OuterProduct:
     """Handle a `dot_general`: the gradient is a product over positions, the free axes of the other operand."""
-    sides = list(zip(*use.eqn.params["dimension_numbers"], strict=True))
-    (contract, batch), (other_contract, other_batch) = sides[use.operand], sides[1 - use.operand]
+    (contract, batch), (other_contract, other_batch) = _dimensions(use)
     shape = use.aval.shape
     (value,) = (x for x in values if x is not None)
     (cotangent,) = cotangents
     if jnp.dtype(value.dtype).itemsize == 1 or not jnp.issubdtype(value.dtype, jnp.inexact):
         value = value.astype(cotangent.dtype)  # JAX multiplies integers by floats, for example
     value, cotangent = _loops_in_order(use, value), _loops_in_order(use, cotangent)
-    free, positions = _rest(len(shape), contract, batch), _rest(value.ndim - 3, other_contract, other_batch)
+    free, positions = sides_of_product(use)[2], _rest(value.ndim - 3, other_contract, other_batch)
     # The axes of the output: batch axes, free axes of the left operand, free axes of the right operand.
     output = range(len(batch), cotangent.ndim - 3)
     split = len(positions) if use.operand == 1 else len(free)
@@ -94,7 +93,19 @@ def _product(use: ParameterUse, operand: jax.Array, values: list[Any], cotangent
         arranged = gradient.reshape(value.shape[1], *(shape[axis] for axis in order))
         return arranged.transpose(0, *(order.index(axis) + 1 for axis in range(len(shape)))).reshape(operand.shape)
 
-    return OuterProduct(left, right, restore, (tuple(batch), tuple(contract), tuple(free)))
+    return OuterProduct(left, right, restore, sides_of_product(use))
+
+
+def sides_of_product(use: ParameterUse) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return the axes of the parameter operand of a `dot_general` that are mapped, contracted and free."""
+    (contract, batch), _ = _dimensions(use)
+    return tuple(batch), tuple(contract), tuple(_rest(len(use.aval.shape), contract, batch))
+
+
+def _dimensions(use: ParameterUse) -> list[tuple[Any, Any]]:
+    """Return the contracted and the mapped axes of the parameter operand of a `dot_general`, then of the other one."""
+    sides = list(zip(*use.eqn.params["dimension_numbers"], strict=True))
+    return [sides[use.operand], sides[1 - use.operand]]
 
 
 def _convolution(
@@ -165,23 +176,36 @@ def _sum_over_positions(left: jax.Array, right: jax.Array) -> jax.Array:
 
 def _gather(use: ParameterUse, operand: jax.Array, values: list[Any], cotangents: list[jax.Array]) -> RowSparse | None:
     """Handle a `gather` of whole rows of a table, such as an embedding lookup."""
+    if not takes_rows(use):
+        return None
     params, shape = use.eqn.params, use.aval.shape
     numbers = params["dimension_numbers"]
-    rows = (numbers.collapsed_slice_dims, numbers.start_index_map, numbers.operand_batching_dims) == ((0,), (0,), ())
-    if not rows or params["slice_sizes"] != (1, *shape[1:]):
-        return None
     index, cotangent = _loops_in_order(use, values[1]), _loops_in_order(use, cotangents[0])
     places = [axis for axis in range(cotangent.ndim - 3) if axis not in numbers.offset_dims]
     right = _as_matrices(cotangent, (), places, numbers.offset_dims)
     index = index.reshape(right.shape[:3])
-    last = min(shape[0] - 1, int(jnp.iinfo(index.dtype).max))  # the largest index that the dtype can represent
+    rows = clipped_rows(use, index)
     if params["mode"] != lax.GatherScatterMode.CLIP:  # an out-of-range index has no gradient
-        inside = (index >= 0) & (index <= last)
-        right = jnp.where(inside[..., None], right, 0)
-    index = jnp.clip(index, 0, last)
+        right = jnp.where((index == rows)[..., None], right, 0)
+    return RowSparse(rows, right, shape[0], lambda gradient: gradient.reshape(operand.shape))
+
+
+def takes_rows(use: ParameterUse) -> bool:
+    """Return whether the operation of a use takes whole rows of a table."""
+    if use.eqn.primitive.name != "gather" or use.operand != 0:
+        return False
+    numbers = use.eqn.params["dimension_numbers"]
+    rows = (numbers.collapsed_slice_dims, numbers.start_index_map, numbers.operand_batching_dims) == ((0,), (0,), ())
+    return rows and use.eqn.params["slice_sizes"] == (1, *use.aval.shape[1:])
+
+
+def clipped_rows(use: ParameterUse, index: jax.Array) -> jax.Array:
+    """Return the indices of a lookup within the range of its table."""
+    height = use.aval.shape[0]
+    last = min(height - 1, int(jnp.iinfo(index.dtype).max))  # the largest index that the dtype can represent
+    rows = jnp.clip(index, 0, last)
     # A scatter compares indices with the table's height in the index dtype, and a height of 256 wraps to 0 in uint8.
-    index = index.astype(jnp.int32) if index.dtype.itemsize < 4 else index
-    return RowSparse(index, right, shape[0], lambda gradient: gradient.reshape(operand.shape))
+    return rows.astype(jnp.int32) if rows.dtype.itemsize < 4 else rows
 
 
 def _elementwise(use: ParameterUse, operand: jax.Array, values: list[Any], cotangents: list[jax.Array]) -> Dense:
@@ -222,6 +246,11 @@ def norm_cost(use: ParameterUse) -> tuple[float, int]:
         return 0.0, stack * operand.size
     kept = stack * groups * positions * (p + d)
     return 2.0 * kept * positions, kept
+
+
+def reads_values(use: ParameterUse) -> bool:
+    """Return whether the rule for the operation of a use reads its other operands."""
+    return use.eqn.primitive.name not in ("add", "sub") or not has_rule(use)
 
 
 def has_rule(use: ParameterUse) -> bool:
