@@ -19,6 +19,7 @@ from jax.extend.core import Jaxpr
 
 from ..._core.arguments import check_choice
 from ..._core.jaxpr import aval, bodies
+from ..._core.prng import is_key
 from .gradient_forms import Dense
 from .loss import ExampleProgram, PerExample
 from .norms import ExampleGradients
@@ -219,12 +220,23 @@ class Backward:
         keeps XLA from merging both passes into one (by CSE), which `lax.optimization_barrier` does not on a CPU.
         """
         has_weight = weights != 0
-        first = jnp.argmax(has_weight)
+        places = jnp.arange(len(weights))
+        is_first = places == jnp.where(has_weight, places, len(weights)).min()
 
         def chosen(x: jax.Array) -> jax.Array:
-            return jnp.where(has_weight.reshape(-1, *[1] * (x.ndim - 1)), x, x[first])
+            if is_key(x):
+                return jax.random.wrap_key_data(chosen(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+            first_only = jnp.where(_along(is_first, x), x, jnp.zeros_like(x))
+            # This sum is a copy of the first. Indexing (and `argmax`) would gather a batch that is sharded.
+            first = first_only.any(0) if x.dtype == bool else first_only.sum(0, dtype=x.dtype)
+            return jnp.where(_along(has_weight, x), x, first)
 
         return [chosen(x) for x in self._examples]
+
+
+def _along(mask: jax.Array, x: jax.Array) -> jax.Array:
+    """Return a mask of shape (batch,) with axes of size 1 appended, to select along axis 0 of `x`."""
+    return mask.reshape(-1, *[1] * (x.ndim - 1))
 
 
 def each_gradient(of: PerExample, examples: Sequence[Any], spmd_axis_name: str | None = None) -> Any:
