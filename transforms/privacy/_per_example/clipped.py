@@ -14,6 +14,7 @@ from jax import lax
 from ..._core.arguments import Argnums, check_count, check_number, describe, is_int, wrap_like
 from ..._core.compat import Tracer, varying, varying_axes
 from .gradient_forms import wide
+from .in_backward import in_backward
 from .loss import PerExample, on_any_mesh, per_example
 from .methods import Backward, Method, MethodChoice, check_method, choose, first_that_traces, routes
 from .norms import ExampleGradients
@@ -265,8 +266,14 @@ def clipped_grad(
         uses: list[Use] = []
 
         def found(examples: Any) -> None:
-            forms = None if choice.method == "vmap" else ExampleGradients(program, examples).forms_summed()
-            uses.extend(report_uses(program, of.names(), forms))
+            if choice.method == "vmap":
+                uses.extend(report_uses(program, of.names(), None))
+                return
+            gradients = ExampleGradients(program, examples, spmd_axis_name)
+            inside = in_backward(program.plan, spmd_axis_name) if choice.method == "ghost" else None
+            uses.extend(
+                report_uses(program, of.names(), gradients.forms_summed(inside), inside.uses if inside else frozenset())
+            )
 
         jax.eval_shape(found, of.examples)
         return Report(*choice, uses)

@@ -45,10 +45,10 @@ class OuterProduct(NamedTuple):
         """Materialize the gradients if this takes fewer operations and numbers than the factors' inner products.
 
         Args:
-          room: a number of numbers for each example that are materialized even if inner products take fewer.
+          room: the most numbers of a gradient to materialize although inner products take fewer.
         """
-        (_, stack, positions, p), d = self.left.shape, self.right.shape[3]
-        fits = p * d <= max(2 * positions**2, room // stack)
+        (*_, positions, p), d = self.left.shape, self.right.shape[3]
+        fits = p * d <= max(2 * positions**2, room)
         return Dense(self.each()) if not self.smaller() and fits else self
 
     def with_axes(self, order: Sequence[int]) -> OuterProduct:

@@ -12,6 +12,7 @@ product then also returns its gradient at the rows of the lookups: ⟨A, B⟩ is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -54,6 +55,13 @@ class InBackward(NamedTuple):
         shapes: list[tuple[int, ...]] = [(batch, *(loop.length for loop in use.loops), 3)]
         shapes += [(batch, *_rows_read(plan.uses[lookup])) for lookup in self.lookups.get(n, [])]
         return [varying(jnp.zeros(shape, _dtype(use)), varying_axes(aval(use.eqn.outvars[0]))) for shape in shapes]
+
+    def summed(self, use: ParameterUse, form: GradientForm) -> GradientForm:
+        """Return the form of the norms at a use, from the form of its gradients, with or without axes for its loops."""
+        if not isinstance(form, OuterProduct):
+            return form
+        groups = prod(use.aval.shape[axis] for axis in sides_of_product(use)[0]) if form.axes is not None else 1
+        return form.smallest(self.largest // _PART_OF_LARGEST // groups)
 
     def run(self, use: ParameterUse, values: list[Any], dummies: list[Any], rows: list[Any]) -> list[Any]:
         """Return the results of an operation for one example, with a backward rule of its own.
@@ -104,7 +112,7 @@ class InBackward(NamedTuple):
             in_body = [use._replace(loops=())]
             (form,) = forms_at(in_body, [read[use.operand]], others, known, self.spmd_axis_name)
             if weights is None:
-                sums = _norms(form, rows, use, self.largest)
+                sums = _norms(form, self.summed(use, form), rows, use)
             else:
                 sums = [form.weighted(weights, dummies[0].dtype).astype(dummies[0].dtype)]
             return [pulled.get(k) for k in range(len(read))], sums, [None] * len(rows), None
@@ -182,9 +190,8 @@ def _dtype(use: ParameterUse) -> Any:
     return wide(jnp.result_type(*use.dtypes()))
 
 
-def _norms(form: GradientForm, rows: Sequence[jax.Array], use: ParameterUse, largest: int) -> list[jax.Array]:
-    """Return the arrays that `InBackward.entries` describes, from the form of each example's gradient."""
-    summed = form.smallest(largest // _PART_OF_LARGEST) if isinstance(form, OuterProduct) else form
+def _norms(form: GradientForm, summed: GradientForm, rows: Sequence[jax.Array], use: ParameterUse) -> list[jax.Array]:
+    """Return the arrays that `InBackward.entries` describes, from the forms of each example's gradient and norm."""
     dtype = _dtype(use)
     squares = summed.squared_norm()
     entries = [squares, *rounding([form], summed, float(jnp.finfo(dtype).eps), twice=True)]

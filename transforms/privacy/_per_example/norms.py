@@ -172,14 +172,20 @@ class ExampleGradients:
             grown += [2 * float(jnp.finfo(dtype).eps) for use in self._uses for dtype in use.dtypes()]
         return norms * (1 + max(grown)) if grown and max(grown) > 4 * eps else norms
 
-    def forms_summed(self) -> dict[int, GradientForm | None]:
-        """Return, for each use, the form (possibly shared) that its gradient is summed from; None if materialized."""
+    def forms_summed(self, inside: InBackward | None = None) -> dict[int, GradientForm | None]:
+        """Return, for each use, the form (possibly shared) of its norm and sum; None if gradients are materialized.
+
+        Args:
+          inside: the uses whose norms are computed inside the backward pass, from forms of their own.
+        """
         found: dict[int, GradientForm | None] = {}
         for group, forms in self._groups:
             for n in group:
                 every = list((forms or {}).values())
                 alike = [form for form in every if isinstance(form, type(self._at_uses[n]))]
                 found[n] = next(iter([*alike, *every]), None)
+        for n in inside.uses if inside is not None else ():
+            found[n] = inside.summed(self._uses[n], self._at_uses[n])
         return found
 
     def each(self) -> list[jax.Array]:

@@ -49,7 +49,12 @@ class Report(NamedTuple):
         return "\n".join([f"method: {self.method}, {self.examples} examples at a time: {self.why}", *lines])
 
 
-def report_uses(program: ExampleProgram, names: list[str], forms: dict[int, GradientForm | None] | None) -> list[Use]:
+def report_uses(
+    program: ExampleProgram,
+    names: list[str],
+    forms: dict[int, GradientForm | None] | None,
+    inside: frozenset[int] = frozenset(),
+) -> list[Use]:
     """Report each parameter use.
 
     Args:
@@ -57,6 +62,7 @@ def report_uses(program: ExampleProgram, names: list[str], forms: dict[int, Grad
       names: the paths of the parameters.
       forms: the form that the gradient at each use is summed from, from `ExampleGradients.forms_summed`; None if all
         gradients are materialized.
+      inside: the uses whose norms are computed inside the backward pass.
     """
     found = []
     for n, use in enumerate(program.uses):
@@ -76,6 +82,7 @@ def report_uses(program: ExampleProgram, names: list[str], forms: dict[int, Grad
         else:
             why = f"the gradient at each example has {form.gradients[0].size} numbers"
             why += "" if has_rule(use) else f", by the derivative of {use.eqn.primitive.name}"
+        why += ", inside the backward pass" if n in inside else ""
         found += [Use(names[i], rule, use.eqn.primitive.name, _where(use), why) for i in use.value.leaves]
     return sorted(found)
 

@@ -1,0 +1,240 @@
+"""`method="ghost"`: norms inside the backward pass, compared with materialized gradients, and the memory it takes."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from plurax.transforms import clipped_grad, per_sample_norm
+
+BATCH, LENGTH, VOCABULARY, WIDTH, LAYERS = 5, 7, 11, 6, 3
+Loss = Callable[[Any, Any], jax.Array]
+
+
+def parameters(dtype: Any = np.float32, layers: int = LAYERS, width: int = WIDTH, words: int = VOCABULARY) -> Any:
+    generator = np.random.default_rng(0)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(generator.normal(size=shape) / np.sqrt(shape[-1]), dtype)
+
+    return {
+        "table": normal(words, width),
+        "head": normal(width, words),
+        "up": normal(layers, width, 2 * width),
+        "bias": normal(layers, 2 * width),
+        "down": normal(layers, 2 * width, width),
+        "scale": normal(width),
+    }
+
+
+def tokens(batch: int = BATCH, length: int = LENGTH, words: int = VOCABULARY) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(1).integers(0, words, (batch, length + 1)), jnp.int32)
+
+
+def layer(x: jax.Array, p: Any) -> jax.Array:
+    return x + jnp.tanh(x @ p["up"] + p["bias"]) @ p["down"]
+
+
+def layers_of(p: Any) -> Any:
+    return {name: p[name] for name in ("up", "bias", "down")}
+
+
+def in_list(p: Any, x: jax.Array) -> jax.Array:
+    for i in range(len(p["up"])):
+        x = jax.checkpoint(layer)(x, jax.tree.map(lambda w, i=i: w[i], layers_of(p)))
+    return x
+
+
+def in_scan(p: Any, x: jax.Array, *, remat: bool = True, **options: Any) -> jax.Array:
+    step = jax.checkpoint(layer) if remat else layer
+    return lax.scan(lambda x, w: (step(x, w), None), x, layers_of(p), **options)[0]
+
+
+def same_layer(p: Any, x: jax.Array) -> jax.Array:
+    """Apply one layer repeatedly: its gradients of all iterations add up before the norm."""
+    first = jax.tree.map(lambda w: w[0], layers_of(p))
+    return lax.scan(lambda x, _: (jax.checkpoint(layer)(x, first), None), x, length=3)[0]
+
+
+def entropy(logits: jax.Array, words: jax.Array) -> jax.Array:
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), words[..., None], -1))
+
+
+def language_model(
+    p: Any, words: jax.Array, *, body: Any = in_scan, head: Any = lambda p, x: x @ p["head"]
+) -> jax.Array:
+    x = body(p, p["table"][words[:, :-1]]) * p["scale"]
+    return entropy(head(p, x), words[:, 1:])
+
+
+def transposed_lookup(p: Any, words: jax.Array) -> jax.Array:
+    return entropy(in_scan(p, p["head"].T[words[:, :-1]]) @ p["head"], words[:, 1:])
+
+
+def two_lookups(p: Any, words: jax.Array) -> jax.Array:
+    x = p["table"][words[:, :-1]] + jnp.sin(p["table"][words[:, 1:] % 3])
+    return entropy(in_scan(p, x) @ p["table"].T, words[:, 1:])
+
+
+def lookup_in_checkpoint(p: Any, words: jax.Array) -> jax.Array:
+    x = jax.checkpoint(lambda table, i: jnp.tanh(table[i]))(p["table"], words[:, :-1])
+    return jax.checkpoint(lambda p, x: entropy(x @ p["table"].T, words[:, 1:]))(p, in_scan(p, x))
+
+
+def product_first(p: Any, words: jax.Array) -> jax.Array:
+    """Multiply with the table before it is read, so that the rows are not known in time."""
+    logits = jnp.ones((*words.shape, WIDTH)) * jnp.sin(words)[..., None] @ p["table"].T
+    return entropy(logits, words) + jnp.sum(jnp.cos(p["table"][words]) * logits.mean())
+
+
+def two_products(p: Any, words: jax.Array) -> jax.Array:
+    x = p["table"][words]
+    return entropy(x @ p["table"].T + jnp.sin(x) @ p["table"].T, words)
+
+
+def head_in_parts(p: Any, words: jax.Array) -> jax.Array:
+    """Compute the loss over parts of the positions: the product with the table is in a loop."""
+    x = in_scan(p, p["table"][words])[0].reshape(2, -1, WIDTH)
+    return lax.map(lambda args: entropy(args[0] @ p["table"].T, args[1]), (x, words.reshape(2, -1))).mean()
+
+
+def part_of_a_table(p: Any, words: jax.Array) -> jax.Array:
+    return entropy(p["table"][:4][words % 4] @ p["table"][5:].T, words % 5)
+
+
+def out_of_range(p: Any, words: jax.Array) -> jax.Array:
+    x = p["table"].at[words * 2 - 3].get(mode="fill", fill_value=0.5)
+    return entropy(in_scan(p, x) @ p["table"].T, words)
+
+
+def tied(p: Any, x: jax.Array) -> jax.Array:
+    return x @ p["table"].T
+
+
+@jax.custom_vjp
+def limited(x: jax.Array) -> jax.Array:
+    return x
+
+
+limited.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -1e-3, 1e-3),))
+
+LOSSES: dict[str, Loss] = {
+    "scan": language_model,
+    "scan without remat": partial(language_model, body=partial(in_scan, remat=False)),
+    "scan in reverse": partial(language_model, body=partial(in_scan, reverse=True, unroll=2)),
+    "list": partial(language_model, body=in_list),
+    "scan, tied": partial(language_model, head=tied),
+    "list, tied": partial(language_model, body=in_list, head=tied),
+    "one layer repeated": partial(language_model, body=same_layer),
+    "in half precision": lambda p, x: language_model(jax.tree.map(lambda w: w.astype(jnp.bfloat16), p), x),
+    "nonlinear backward pass": partial(language_model, head=lambda p, x: limited(x @ p["head"])),
+    "normalized weights": lambda p, x: language_model({**p, "up": p["up"] / jnp.linalg.norm(p["up"])}, x),
+    **{
+        loss.__name__.replace("_", " "): loss
+        for loss in (
+            transposed_lookup,
+            two_lookups,
+            lookup_in_checkpoint,
+            product_first,
+            two_products,
+            head_in_parts,
+            part_of_a_table,
+            out_of_range,
+        )
+    },
+}
+
+
+def assert_close(found: Any, expected: Any, tolerance: float = 2e-5) -> None:
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, tolerance, tolerance * (1 + float(np.abs(b).max())))
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_norms_and_sums_are_those_of_materialized_gradients(name: str, jit: bool) -> None:
+    loss, p, words = LOSSES[name], parameters(), tokens()
+    each = jax.vmap(jax.grad(lambda p, one: loss(p, one[None])), (None, 0))(p, words)
+    norms = np.sqrt(sum(np.square(g).reshape(BATCH, -1).sum(1) for g in jax.tree.leaves(each)))
+    clip, padding = float(np.median(norms)), np.arange(BATCH) == 1
+    of = clipped_grad(loss, l2_clip_norm=clip, method="ghost", return_grad_norms=True)
+    assert of.explain(p, words)[:2] == ("ghost", BATCH)
+    found, aux = (jax.jit(of) if jit else of)(p, words, is_padding_example=padding)
+    weights = np.where(padding, 0, np.minimum(1, clip / norms))
+    expected = jax.tree.map(lambda g: np.tensordot(weights, g, 1).astype(g.dtype), each)
+    tolerance = 2e-2 if name == "in half precision" else 2e-5
+    assert_close((found, aux.grad_norms), (expected, norms), tolerance)
+
+
+@pytest.mark.parametrize("name", ["scan, tied", "two lookups", "in half precision", "normalized weights"])
+def test_float64_sums(name: str) -> None:
+    with jax.enable_x64(True):
+        of = partial(clipped_grad, LOSSES[name], l2_clip_norm=0.5, dtype=jnp.float64)
+        found, expected = (of(method=method)(parameters(), tokens()) for method in ("ghost", "vmap"))
+    assert all(x.dtype == np.float64 for x in jax.tree.leaves(found))
+    assert_close(found, expected, 2e-2 if name == "in half precision" else 1e-6)
+
+
+@pytest.mark.parametrize("name", ["scan, tied", "list", "one layer repeated", "in half precision"])
+@pytest.mark.parametrize("mode", ["jvp", "jit of jvp", "grad", "vmap over parameters"])
+def test_it_can_be_transformed(name: str, mode: str) -> None:
+    """Both passes are differentiable in both modes, as with every other method."""
+    p, words = parameters(), tokens()
+
+    def of(method: Any) -> Any:
+        def norms_and_sum(p: Any) -> Any:
+            options: Any = {"l2_clip_norm": 0.5, "dtype": jnp.float32, "method": method}
+            return per_sample_norm(LOSSES[name], method=method)(p, words), clipped_grad(LOSSES[name], **options)(
+                p, words
+            )
+
+        if mode == "grad":
+            return jax.grad(lambda p: sum(jnp.sin(x).sum() for x in jax.tree.leaves(norms_and_sum(p))))(p)
+        if mode == "vmap over parameters":
+            return jax.vmap(norms_and_sum)(jax.tree.map(lambda x: jnp.stack([x, 1.1 * x]), p))
+        tangent = lambda p: jax.jvp(norms_and_sum, (p,), (jax.tree.map(jnp.cos, p),))[1]
+        return (jax.jit(tangent) if mode == "jit of jvp" else tangent)(p)
+
+    assert_close(of("ghost"), of("vmap"), 5e-2 if name == "in half precision" else 1e-4)
+
+
+@pytest.mark.parametrize("name", ["scan", "scan, tied"])
+def test_a_checkpointed_stack_takes_the_memory_of_its_ordinary_gradient(name: str) -> None:
+    p, words = parameters(None, 8, 32, 64), tokens(16, 32, 64)
+
+    def temporaries(of: Any) -> int:
+        return jax.jit(of).lower(p, words).compile().memory_analysis().temp_size_in_bytes
+
+    ordinary = temporaries(jax.grad(LOSSES[name]))
+    ghost, kept = (
+        temporaries(clipped_grad(LOSSES[name], l2_clip_norm=0.5, method=m)) for m in ("ghost", "book_keeping")
+    )
+    assert ghost <= 1.15 * ordinary
+    assert kept > 2 * ordinary  # it records activations and cotangents of every layer
+
+
+def test_the_explanation_says_where_norms_are_computed() -> None:
+    of = clipped_grad(LOSSES["one layer repeated"], l2_clip_norm=0.5, method="ghost")
+    inside = {use.parameter: "inside the backward pass" in use.why for use in of.explain(parameters(), tokens()).uses}
+    expected = {"head": True, "scale": True, "table": True, "up": False, "bias": False, "down": False}
+    assert inside == {f"p['{name}']": is_inside for name, is_inside in expected.items()}
+    of = clipped_grad(LOSSES["scan, tied"], l2_clip_norm=0.5, method="ghost")
+    found = {
+        (use.operation, "inside" in use.why)
+        for use in of.explain(parameters(), tokens()).uses
+        if "table" in use.parameter
+    }
+    assert found == {("gather", False), ("dot_general", True)}
+
+
+def test_a_small_gradient_is_materialized_if_that_is_quicker() -> None:
+    """Of 100 positions, the inner products of a matrix of 6 by 5 would take 10,000 numbers, its gradient 30."""
+    w, x = jnp.ones((6, 5)), jnp.ones((3, 100, 6))
+    of = clipped_grad(lambda w, x: jnp.sum(jnp.tanh(x @ w)), l2_clip_norm=1.0, method="ghost")
+    assert "30 numbers, inside the backward pass" in of.explain(w, x).uses[0].why
