@@ -16,7 +16,7 @@ from ..._core.compat import Tracer, varying, varying_axes
 from .gradient_forms import wide
 from .in_backward import in_backward
 from .loss import PerExample, on_any_mesh, per_example
-from .methods import Backward, Method, MethodChoice, check_method, choose, first_that_traces, routes
+from .methods import Backward, Method, MethodChoice, check_method, choose, first_that_traces, on_platform, routes
 from .norms import ExampleGradients
 from .report import Report, Use, report_uses
 
@@ -198,18 +198,18 @@ def clipped_grad(
         raise ValueError(f'clipped_grad: {needs}; omit method, or pass "vmap".')
     bare = not isinstance(argnums, (tuple, list))
 
-    def routes_for(of: PerExample) -> list[MethodChoice]:
-        """Return the routes to try in order; the first is the requested or chosen method."""
+    def routes_for(of: PerExample) -> dict[str, list[MethodChoice]]:
+        """Return the routes to try in order, by platform; the first is the requested or chosen method."""
         most = of.size if microbatch_size is None else min(microbatch_size, of.size)
         if most and of.size % most:
             given = f"microbatch_size={microbatch_size} does not divide the batch of {of.size}"
             raise ValueError(f"clipped_grad: {given}; pad the batch, and pass is_padding_example.")
-        choice = MethodChoice(method, most, f'requested by method="{method}"')
+        choices = {"default": MethodChoice(method, most, f'requested by method="{method}"')}
         if pre_clipping_transform is not None:
-            choice = MethodChoice("vmap", most, "pre_clipping_transform needs each gradient")
+            choices = {"default": MethodChoice("vmap", most, "pre_clipping_transform needs each gradient")}
         elif method == "auto" and of.size:
-            choice = choose(of.program, of.size, most, spmd_axis_name)
-        return routes(of, choice)
+            choices = choose(of.program, of.size, most, spmd_axis_name)
+        return {platform: routes(of, choice) for platform, choice in choices.items()}
 
     def compute(of: PerExample, padding: jax.Array, choice: MethodChoice) -> tuple[Any, Any]:
         """Return the normalized sum, and for each example its loss, its norm and its auxiliary output."""
@@ -240,10 +240,7 @@ def clipped_grad(
         """Return the sum of the clipped gradients, and an `Aux` if requested."""
         of = of_call(has_aux, keep_batch_dim, prng_argnum, args, kwargs)
         padding = _padding(is_padding_example, of.size)
-        # Take the first route that can be traced: no list of operations decides that reliably in advance.
-        _, (total, (values, norms, aux)) = first_that_traces(
-            "clipped_grad", routes_for(of), partial(compute, of, padding)
-        )
+        total, (values, norms, aux) = on_platform("clipped_grad", routes_for(of), partial(compute, of, padding))
         result = total if pre_clipping_transform is not None else of.gradients(total, bare)
         if not has_more:
             return result
@@ -262,7 +259,9 @@ def clipped_grad(
         def shapes(choice: MethodChoice) -> Any:
             return jax.eval_shape(lambda padding: compute(of, padding, choice), padding)
 
-        choice, _ = first_that_traces("clipped_grad", routes_for(of), shapes)
+        by_platform = routes_for(of)
+        here = "cpu" if "cpu" in by_platform and jax.default_backend() == "cpu" else "default"
+        choice, _ = first_that_traces("clipped_grad", by_platform[here], shapes)
         uses: list[Use] = []
 
         def found(examples: Any) -> None:
@@ -271,9 +270,7 @@ def clipped_grad(
                 return
             gradients = ExampleGradients(program, examples, spmd_axis_name)
             inside = in_backward(program.plan, spmd_axis_name) if choice.method == "ghost" else None
-            uses.extend(
-                report_uses(program, of.names(), gradients.forms_summed(inside), inside.uses if inside else frozenset())
-            )
+            uses.extend(report_uses(program, of.names(), gradients.forms_summed(inside), inside))
 
         jax.eval_shape(found, of.examples)
         return Report(*choice, uses)

@@ -15,16 +15,19 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import Jaxpr
 
 from ..._core.arguments import check_choice
 from ..._core.jaxpr import aval, bodies
 from ..._core.prng import is_key
 from .gradient_forms import Dense
+from .in_backward import in_backward
 from .loss import ExampleProgram, PerExample
 from .norms import ExampleGradients
 from .parameter_uses import ParameterUse
 from .rules import norm_cost
+from .temporaries import added_bytes, ordinary_bytes
 
 Method = Literal["auto", "vmap", "ghost", "book_keeping"]
 
@@ -33,6 +36,8 @@ _OPERATIONS_PER_BYTE = 8.0  # floating-point operations in the time of one byte 
 # An operation on fewer than `_SMALL` bytes takes the time of `_SMALL_START` bytes to start, any other that of `_START`.
 _SMALL, _SMALL_START, _START = 65_536, 25_000, 100_000
 _CACHE, _CACHE_OF_GRADIENTS = 16 * 2**20, 10 * 2**20  # bytes
+# What a method may add to the temporaries of an ordinary gradient on accelerators: a part of them, or this many bytes.
+_ROOM, _NO_MATTER = 0.5, 16 * 2**20
 # A user's "strict" dtype promotion applies to tracing the loss; it would reject the mixed dtypes of our sums.
 _PROMOTES = partial(jax.numpy_dtype_promotion, "standard")
 
@@ -56,8 +61,8 @@ class MethodChoice(NamedTuple):
     why: str
 
 
-def choose(program: ExampleProgram, batch: int, most: int, spmd_axis_name: Any) -> MethodChoice:
-    """Return the choice of least estimated cost.
+def choose(program: ExampleProgram, batch: int, most: int, spmd_axis_name: Any) -> dict[str, MethodChoice]:
+    """Return the choice for programs that are compiled for a CPU ("cpu") and for an accelerator ("default").
 
     Args:
       program: the loss.
@@ -65,10 +70,37 @@ def choose(program: ExampleProgram, batch: int, most: int, spmd_axis_name: Any) 
       most: the largest number of examples to compute at a time; it divides the batch.
       spmd_axis_name: as for `jax.vmap`.
     """
-    if jax.default_backend() != "cpu" or jax.device_count() > 1 or spmd_axis_name is not None:
-        return MethodChoice(
-            "book_keeping", most, "a loop over examples would leave an accelerator or several devices idle"
-        )
+    if program.refusal:
+        return dict.fromkeys(("cpu", "default"), MethodChoice("book_keeping", most, program.refusal))
+    on_accelerator = _choice_by_memory(program, batch, most, spmd_axis_name)
+    if jax.device_count() > 1 or spmd_axis_name is not None:
+        why = "a loop over examples would leave several devices idle"
+        return {"cpu": MethodChoice("book_keeping", most, why), "default": on_accelerator}
+    return {"cpu": _choice_by_time(program, batch, most), "default": on_accelerator}
+
+
+def _choice_by_memory(program: ExampleProgram, batch: int, most: int, spmd_axis_name: Any) -> MethodChoice:
+    """Return the quickest choice that takes at most 1.5 times the temporaries of an ordinary gradient, as estimated."""
+    ordinary = ordinary_bytes(program)
+    allowed = max(_ROOM * ordinary * batch, _NO_MATTER)
+    kept = added_bytes(program, None)
+    if kept * most <= allowed:
+        why = f"an estimated {_size(kept * most)} more than the {_size(ordinary * batch)} of an ordinary gradient"
+        return MethodChoice("book_keeping", most, why)
+    inside = added_bytes(program, in_backward(program.plan, spmd_axis_name))
+    # A group of examples takes the temporaries of its own gradient, and what it keeps.
+    fitting = [n for n in range(1, most + 1) if most % n == 0 and (inside + ordinary) * n - ordinary * batch <= allowed]
+    why = f"book-keeping would take an estimated {_size(kept * most)} more than the {_size(ordinary * batch)}"
+    return MethodChoice("ghost", max(fitting, default=1), f"{why} of an ordinary gradient")
+
+
+def _size(count: float) -> str:
+    """Format a number of bytes."""
+    return f"{count / 2**20:,.1f} MiB"
+
+
+def _choice_by_time(program: ExampleProgram, batch: int, most: int) -> MethodChoice:
+    """Return the choice of least estimated cost on one CPU device."""
     used = frozenset[int]().union(*(use.value.leaves for use in program.uses))
     held = sum(program.parameters[i].nbytes for i in used)
     norms = sum(_bytes(use, program.parameters) for use in program.uses)
@@ -154,6 +186,29 @@ def first_that_traces(
             first = f"{type(error).__name__}: {error}".splitlines()[0]
             failed += f'; method="{route.method}" failed ({first})'
     return routes[-1]._replace(why=routes[-1].why + failed), compute(routes[-1])
+
+
+def on_platform(api: str, by_platform: dict[str, list[MethodChoice]], compute: Callable[[MethodChoice], Any]) -> Any:
+    """Return the results of the first route that JAX can trace, for the platform that the program is compiled for.
+
+    Args:
+      api: as for `first_that_traces`.
+      by_platform: the routes for "default", and those for "cpu" if they may differ.
+      compute: as for `first_that_traces`.
+    """
+    structures: list[Any] = []
+
+    def results(platform: str) -> list[Any]:
+        found, structure = jax.tree.flatten(first_that_traces(api, by_platform[platform], compute)[1])
+        structures.append(structure)  # the auxiliary output of a loss has another structure each time it is traced
+        return found
+
+    choices = {routes[0][:2] for routes in by_platform.values()}
+    if len(choices) == 1:
+        found = results("default")
+    else:
+        found = lax.platform_dependent(cpu=partial(results, "cpu"), default=partial(results, "default"))
+    return jax.tree.unflatten(structures[0], found)
 
 
 class Backward:

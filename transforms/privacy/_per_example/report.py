@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from ..._core.source_lines import is_ours
 from .gradient_forms import GradientForm, OuterProduct, RowSparse
+from .in_backward import InBackward
 from .loss import ExampleProgram
 from .parameter_uses import ParameterUse
 from .rules import has_rule
@@ -53,7 +54,7 @@ def report_uses(
     program: ExampleProgram,
     names: list[str],
     forms: dict[int, GradientForm | None] | None,
-    inside: frozenset[int] = frozenset(),
+    inside: InBackward | None = None,
 ) -> list[Use]:
     """Report each parameter use.
 
@@ -62,7 +63,7 @@ def report_uses(
       names: the paths of the parameters.
       forms: the form that the gradient at each use is summed from, from `ExampleGradients.forms_summed`; None if all
         gradients are materialized.
-      inside: the uses whose norms are computed inside the backward pass.
+      inside: the uses whose norms are computed inside the backward pass, if there are any.
     """
     found = []
     for n, use in enumerate(program.uses):
@@ -82,7 +83,7 @@ def report_uses(
         else:
             why = f"the gradient at each example has {form.gradients[0].size} numbers"
             why += "" if has_rule(use) else f", by the derivative of {use.eqn.primitive.name}"
-        why += ", inside the backward pass" if n in inside else ""
+        why += ", inside the backward pass" if inside is not None and n in inside.uses else ""
         found += [Use(names[i], rule, use.eqn.primitive.name, _where(use), why) for i in use.value.leaves]
     return sorted(found)
 
