@@ -30,12 +30,12 @@ _ENOUGH, _PROBES = 0.9, 6
 _LIBRARIES = ("plurax", "jax", "flax", "equinox")
 
 
-def check_budget(api: str, budget: Any, chunk_size: Any) -> int | None:
-    """Return the budget in bytes, or None; raise if it is not a valid size, or if `chunk_size` is given too."""
+def check_budget(api: str, budget: Any, chunk_size: Any, name: str = "chunk_size") -> int | None:
+    """Return the budget in bytes, or None; raise if it is not a valid size, or if a chunk size is given too."""
     if budget is None:
         return None
     if chunk_size is not None:
-        raise ValueError(f"{api}: chunk_size and memory_budget both set the chunk; give one of them.")
+        raise ValueError(f"{api}: {name} and memory_budget both set the chunk; give one of them.")
     found = re.fullmatch(_SIZE, budget.strip()) if isinstance(budget, str) else None
     unit = (found[2] or "B").lower() if found else None
     if found and unit in _UNITS:
@@ -117,23 +117,33 @@ def chunk_within(api: str, compute: Callable[[int], Any], size: int, budget: int
     found: dict[int, tuple[int, bool]] = {}
 
     def need(chunk: int) -> int:
-        lowered, tracers = lower_apart(partial(compute, chunk))
-        analysis: Any = lowered.compile().memory_analysis()
-        # An outer transform maps, repeats or differentiates `compute` only if `compute` closes over its tracers.
-        found[chunk] = analysis.temp_size_in_bytes, any(map(is_repeated, tracers))
+        found[chunk] = temporaries(partial(compute, chunk))
         return found[chunk][0]
 
     chunk = largest_chunk(api, need, size, budget)
     needed, repeated = found[chunk]
+    warn_if_repeated(api, budget, needed, f"{chunk} of {size} slices at a time", repeated)
+    return chunk
+
+
+def temporaries(compute: Callable[[], Any]) -> tuple[int, bool]:
+    """Return the bytes of a computation's compiled temporaries, and whether an outer transform repeats it."""
+    lowered, tracers = lower_apart(compute)
+    analysis: Any = lowered.compile().memory_analysis()
+    # An outer transform maps, repeats or differentiates `compute` only if `compute` closes over its tracers.
+    return analysis.temp_size_in_bytes, any(map(is_repeated, tracers))
+
+
+def warn_if_repeated(api: str, budget: int, needed: int, described: str, repeated: bool) -> None:
+    """Warn that the temporaries of a larger program, which maps or differentiates this part, are not known."""
     if repeated:
         warnings.warn(
             f"{api}: memory_budget={in_words(budget)} bounds this part of the program alone (it needs "
-            f"{in_words(needed)}, with {chunk} of {size} slices at a time), but the vmap, loop or derivative around it "
+            f"{in_words(needed)}, with {described}), but the vmap, loop or derivative around it "
             "may need more; give the budget to the outermost transform, or compile the whole program and read its "
             "memory_analysis().",
             stacklevel=_level_of_the_user(),
         )
-    return chunk
 
 
 def _level_of_the_user() -> int:

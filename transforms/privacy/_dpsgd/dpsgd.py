@@ -17,6 +17,7 @@ import numpy as np
 from ..._calls.primals import trainable_of
 from ..._core.arguments import check_callable, check_count, check_number, describe, is_int
 from ..._core.compat import Tracer
+from ..._core.memory import check_budget
 from ..._core.prng import check_key
 from ..._models.equinox import differentiated, held
 from ..._models.split_model import Members, Model, is_members, models_of, split_tree
@@ -62,6 +63,7 @@ class DPSGD:
         if axis 0 of the data indexes users, each with an axis of examples: then "example" means "user" here.
       microbatch_size: the number of examples to compute at a time, to save memory; None lets "auto" choose (any other
         method then computes the whole batch at once). Batches are padded to multiples of it.
+      memory_budget: an alternative to `microbatch_size`, as for `clipped_grad`.
       has_aux: whether the loss returns `(scalar, aux)`; the metrics of a step then include the mean of each array in
         `aux`. They are neither clipped nor noised.
 
@@ -121,6 +123,7 @@ class DPSGD:
         noise_strategy: Any = None,
         keep_batch_dim: bool = True,
         microbatch_size: int | None = None,
+        memory_budget: int | str | None = None,
         has_aux: bool = False,
     ) -> None:
         settings.check_extra()
@@ -128,6 +131,7 @@ class DPSGD:
         optimizer = settings.checked_optimizer(optimizer)
         check_method("DPSGD", method)
         check_count("DPSGD", "microbatch_size", microbatch_size, optional=True)
+        check_budget("DPSGD", memory_budget, microbatch_size, "microbatch_size")
         check_count("DPSGD", "num_examples", num_examples)
         check_count("DPSGD", "num_steps", num_steps)
         clip = check_number("DPSGD", "l2_clip_norm", l2_clip_norm, lambda x: 0 < x < math.inf, "positive and finite")
@@ -139,7 +143,9 @@ class DPSGD:
         self.ledger = Ledger(sigma, probability, clip, size, strategy)
         self.noise_multiplier, self.target_delta = sigma, delta
         self.accountant, self.num_examples, self.num_steps = accountant, int(num_examples), int(num_steps)
-        self._step = PrivateStep(loss, optimizer, self.ledger, method, keep_batch_dim, microbatch_size, has_aux)
+        self._step = PrivateStep(
+            loss, optimizer, self.ledger, method, keep_batch_dim, microbatch_size, memory_budget, has_aux
+        )
         self._latest: Callable[[], Any] = lambda: None  # a weak reference to the state that `step` returned last
         self._compiled_step = jax.jit(self._step)
         self._donated_step = jax.jit(self._step, donate_argnums=0)  # reuses the memory of the state

@@ -41,6 +41,7 @@ class PrivateStep:
     method: Method
     keep_batch_dim: bool
     microbatch_size: int | None
+    memory_budget: int | str | None
     has_aux: bool
     checked_states: set[Any] = field(default_factory=set)
 
@@ -114,6 +115,7 @@ class PrivateStep:
             method=self.method,
             keep_batch_dim=self.keep_batch_dim,
             microbatch_size=self.microbatch_size,
+            memory_budget=self.memory_budget,
         )
         # The indices of the examples in the batch, from which each example's dropout masks are drawn.
         numbers = jnp.arange(len(batch.is_padding_example), dtype=jnp.uint32)

@@ -5,18 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ..._core.arguments import Argnums, check_count, check_number, describe, is_int, wrap_like
-from ..._core.compat import Tracer, varying, varying_axes
+from ..._core.compat import Tracer
+from ..._core.memory import check_budget
+from .budget import within_budget
 from .gradient_forms import wide
 from .in_backward import in_backward
 from .loss import PerExample, on_any_mesh, per_example
-from .methods import Backward, Method, MethodChoice, check_method, choose, first_that_traces, on_platform, routes
+from .methods import (
+    Backward,
+    Method,
+    MethodChoice,
+    check_method,
+    choose,
+    first_that_traces,
+    in_groups,
+    on_platform,
+    routes,
+)
 from .norms import ExampleGradients
 from .report import Report, Use, report_uses
 
@@ -109,6 +120,7 @@ def clipped_grad(
     return_grad_norms: bool = False,
     pre_clipping_transform: Callable[[Any], Any] | None = None,
     microbatch_size: int | None = None,
+    memory_budget: int | str | None = None,
     nan_safe: bool = True,
     dtype: Any = None,
     prng_argnum: int | None = None,
@@ -135,6 +147,9 @@ def clipped_grad(
       pre_clipping_transform: a function of one sample's gradients, applied before clipping. It requires materialized
         gradients, so the method is "vmap".
       microbatch_size: the largest number of samples to compute at a time; it must divide the batch.
+      memory_budget: an alternative to `microbatch_size`: bytes, or a string as for `vmap`. The quickest way whose
+        compiled temporaries fit is used: with method="auto" book-keeping, book-keeping for the first parameter uses and
+        "ghost" for all later ones ("mixed" in `explain`), "ghost", or "ghost" for groups of samples.
       nan_safe: whether samples with a non-finite norm contribute zero; with False they make the sum NaN.
       dtype: the dtype of the sum; None for the dtypes of the parameters. Gradients are summed in float32 or wider and
         rounded to it once, at the end. For complex parameters it is the dtype of the real and imaginary parts.
@@ -186,6 +201,7 @@ def clipped_grad(
     of_call = per_example("clipped_grad", fun, argnums, batch_argnums)
     check_method("clipped_grad", method)
     check_count("clipped_grad", "microbatch_size", microbatch_size, optional=True)
+    budget = check_budget("clipped_grad", memory_budget, microbatch_size, "microbatch_size")
     if not isinstance(l2_clip_norm, Tracer):
         l2_clip_norm = check_number("clipped_grad", "l2_clip_norm", l2_clip_norm, lambda x: x >= 0, "at least 0")
     normalize_by = check_number("clipped_grad", "normalize_by", normalize_by, lambda x: x > 0, "positive")
@@ -198,7 +214,7 @@ def clipped_grad(
         raise ValueError(f'clipped_grad: {needs}; omit method, or pass "vmap".')
     bare = not isinstance(argnums, (tuple, list))
 
-    def routes_for(of: PerExample) -> dict[str, list[MethodChoice]]:
+    def routes_for(of: PerExample, compute: Callable[[MethodChoice], Any]) -> dict[str, list[MethodChoice]]:
         """Return the routes to try in order, by platform; the first is the requested or chosen method."""
         most = of.size if microbatch_size is None else min(microbatch_size, of.size)
         if most and of.size % most:
@@ -209,6 +225,14 @@ def clipped_grad(
             choices = {"default": MethodChoice("vmap", most, "pre_clipping_transform needs each gradient")}
         elif method == "auto" and of.size:
             choices = choose(of.program, of.size, most, spmd_axis_name)
+        if budget is not None and of.size:
+            methods = (
+                get_args(Method)
+                if method == "auto" and pre_clipping_transform is None
+                else (choices["default"].method,)
+            )
+            found = within_budget("clipped_grad", of.program, methods, of.size, spmd_axis_name, compute, budget)
+            choices = {"default": found}
         return {platform: routes(of, choice) for platform, choice in choices.items()}
 
     def compute(of: PerExample, padding: jax.Array, choice: MethodChoice) -> tuple[Any, Any]:
@@ -218,7 +242,7 @@ def clipped_grad(
 
         def of_some(examples: list[Any], padding: jax.Array) -> tuple[Any, Any]:
             """Return the clipped sum of one group, and the values, norms and aux of its examples."""
-            backward = Backward(of, examples, choice.method, spmd_axis_name, transform)
+            backward = Backward(of, examples, choice, spmd_axis_name, transform)
             norms = jnp.sqrt(backward.squares)
             weights = _clip_weights(backward.norms_to_clip(), l2_clip_norm, rescale_to_unit_norm, nan_safe)
             # A weight of zero excludes an example, even if its gradient is NaN.
@@ -227,7 +251,7 @@ def clipped_grad(
 
         sums = jax.eval_shape(transform, of.parameters) if transform else of.parameters
         start = jax.tree.map(lambda x: jnp.zeros(x.shape, wide(x.dtype, dtype)), sums)
-        total, each = _in_groups(of_some, of.examples, padding, choice.examples, start)
+        total, each = in_groups(of_some, of.examples, padding, choice.examples, start)
 
         # Round to the requested dtype only here, once.
         def finished(x: jax.Array, like: Any) -> jax.Array:
@@ -240,7 +264,8 @@ def clipped_grad(
         """Return the sum of the clipped gradients, and an `Aux` if requested."""
         of = of_call(has_aux, keep_batch_dim, prng_argnum, args, kwargs)
         padding = _padding(is_padding_example, of.size)
-        total, (values, norms, aux) = on_platform("clipped_grad", routes_for(of), partial(compute, of, padding))
+        computed = partial(compute, of, padding)
+        total, (values, norms, aux) = on_platform("clipped_grad", routes_for(of, computed), computed)
         result = total if pre_clipping_transform is not None else of.gradients(total, bare)
         if not has_more:
             return result
@@ -259,7 +284,7 @@ def clipped_grad(
         def shapes(choice: MethodChoice) -> Any:
             return jax.eval_shape(lambda padding: compute(of, padding, choice), padding)
 
-        by_platform = routes_for(of)
+        by_platform = routes_for(of, partial(compute, of, padding))
         here = "cpu" if "cpu" in by_platform and jax.default_backend() == "cpu" else "default"
         choice, _ = first_that_traces("clipped_grad", by_platform[here], shapes)
         uses: list[Use] = []
@@ -269,11 +294,12 @@ def clipped_grad(
                 uses.extend(report_uses(program, of.names(), None))
                 return
             gradients = ExampleGradients(program, examples, spmd_axis_name)
-            inside = in_backward(program.plan, spmd_axis_name) if choice.method == "ghost" else None
+            first = 0 if choice.method == "ghost" else choice.inside_from
+            inside = None if first is None else in_backward(program.plan, spmd_axis_name, first)
             uses.extend(report_uses(program, of.names(), gradients.forms_summed(inside), inside))
 
         jax.eval_shape(found, of.examples)
-        return Report(*choice, uses)
+        return Report(choice.method, choice.examples, choice.why, uses)
 
     bound = (1.0 if rescale_to_unit_norm else l2_clip_norm) / normalize_by
     has_more = has_aux or return_values or return_grad_norms
@@ -291,34 +317,6 @@ def _clip_weights(norms: jax.Array, l2_clip_norm: Any, rescale_to_unit_norm: boo
         weights = jnp.where(bound > 0, weights / bound, 1 / norms)
     weights = jnp.where(jnp.isfinite(weights), weights, 0.0)  # a zero gradient stays zero for any bound
     return jnp.where(jnp.isfinite(norms), weights, 0.0 if nan_safe else jnp.nan)
-
-
-def _in_groups(compute: Callable[..., Any], examples: list[Any], padding: jax.Array, group: int, start: Any) -> Any:
-    """Compute all examples at once or in groups: sum the first result of `compute` and concatenate the second.
-
-    Args:
-      compute: a function of some examples and their padding mask that returns two pytrees.
-      examples: the examples of the batch, along axis 0.
-      padding: whether each example is padding, shape (batch,).
-      group: the number of examples in a group.
-      start: zeros like the first result.
-    """
-    size = len(padding)
-    if group == size:
-        return compute(examples, padding)
-
-    def split(x: Any) -> Any:
-        # Each group takes examples from every part of the batch: if it is sharded, no device sends any example.
-        return x.reshape(group, size // group, *x.shape[1:]).swapaxes(0, 1)
-
-    def step(total: Any, arrays: Any) -> tuple[Any, Any]:
-        part, each = compute(*arrays)
-        return jax.tree.map(jnp.add, total, part), each
-
-    # In a `shard_map`, the initial sum must be device-varying like the result, or the carry types would differ.
-    start = jax.tree.map(lambda x: varying(x, varying_axes(examples[0])), start)
-    total, each = lax.scan(step, start, jax.tree.map(split, (examples, padding)))
-    return total, jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(size, *x.shape[2:]), each)
 
 
 def _padding(given: Any, size: int) -> jax.Array:

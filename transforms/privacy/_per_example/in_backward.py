@@ -121,15 +121,15 @@ class InBackward(NamedTuple):
         return one(values, dummies, rows, self.weight)
 
 
-def in_backward(plan: UsePlan, spmd_axis_name: str | None) -> InBackward:
-    """Find the uses of a program that get a backward rule of their own."""
+def in_backward(plan: UsePlan, spmd_axis_name: str | None, first: int = 0) -> InBackward:
+    """Find the uses of a program, from number `first` on, that get a backward rule of their own."""
     found: list[int] = []
     lookups: dict[int, list[int]] = {}
     for group in sharing(plan.uses):
         product = _product_with_table(plan.uses, group)
-        if len(group) == 1 and _adds_alone(plan.uses, group[0]):
+        if len(group) == 1 and group[0] >= first and _adds_alone(plan.uses, group[0]):
             found += group
-        elif product is not None:
+        elif product is not None and product >= first:
             found.append(product)
             lookups[product] = [n for n in group if n != product]
     largest = max((aval(out).size for eqn in with_inner(plan.closed.jaxpr.eqns) for out in eqn.outvars), default=0)

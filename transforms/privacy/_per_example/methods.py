@@ -1,10 +1,7 @@
 """The methods "vmap", "ghost" and "book_keeping": the choice of one for "auto", and their computation.
 
-"auto" uses a cost model of bytes and operations, computed from shapes; nothing is timed. Every method costs an ordinary
-gradient plus an overhead. Book-keeping computes norms from inner products between positions, and materializes small
-gradients. A materialized gradient is written once and read twice, for its norm and for the sum. Groups start every
-operation and update the sum once for each group, but the residuals of a group may stay in the cache between its forward
-and its backward pass.
+On a CPU, "auto" takes the least cost by `_estimates/cpu_cost.py`. On accelerators it takes book-keeping, unless its
+temporaries as estimated by `_estimates/temporaries.py` are far above those of an ordinary gradient.
 """
 
 from __future__ import annotations
@@ -16,26 +13,19 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Jaxpr
 
 from ..._core.arguments import check_choice
-from ..._core.jaxpr import aval, bodies
+from ..._core.compat import varying, varying_axes
 from ..._core.prng import is_key
+from ._estimates.cpu_cost import costs
+from ._estimates.temporaries import added_bytes, ordinary_bytes
 from .gradient_forms import Dense
 from .in_backward import in_backward
 from .loss import ExampleProgram, PerExample
 from .norms import ExampleGradients
-from .parameter_uses import ParameterUse
-from .rules import norm_cost
-from .temporaries import added_bytes, ordinary_bytes
 
 Method = Literal["auto", "vmap", "ghost", "book_keeping"]
 
-# Cost model of a CPU, fitted to the shapes of benchmarks/privacy.py and to dense layers of 64 to 1024.
-_OPERATIONS_PER_BYTE = 8.0  # floating-point operations in the time of one byte of memory
-# An operation on fewer than `_SMALL` bytes takes the time of `_SMALL_START` bytes to start, any other that of `_START`.
-_SMALL, _SMALL_START, _START = 65_536, 25_000, 100_000
-_CACHE, _CACHE_OF_GRADIENTS = 16 * 2**20, 10 * 2**20  # bytes
 # What a method may add to the temporaries of an ordinary gradient on accelerators: a part of them, or this many bytes.
 _ROOM, _NO_MATTER = 0.5, 16 * 2**20
 # A user's "strict" dtype promotion applies to tracing the loss; it would reject the mixed dtypes of our sums.
@@ -51,14 +41,16 @@ class MethodChoice(NamedTuple):
     """A method, the number of examples at a time, and the reason for this choice.
 
     Attributes:
-      method: "vmap", "ghost" or "book_keeping".
+      method: "vmap", "ghost", "book_keeping" or "mixed".
       examples: the number of examples to compute at a time.
       why: the reason, as a phrase for `explain`.
+      inside_from: for "mixed", the first use as in `ExampleGradients`: book-keeping before it, "ghost" from it on.
     """
 
     method: str
     examples: int
     why: str
+    inside_from: int | None = None
 
 
 def choose(program: ExampleProgram, batch: int, most: int, spmd_axis_name: Any) -> dict[str, MethodChoice]:
@@ -96,55 +88,17 @@ def _choice_by_memory(program: ExampleProgram, batch: int, most: int, spmd_axis_
 
 def _size(count: float) -> str:
     """Format a number of bytes."""
-    return f"{count / 2**20:,.1f} MiB"
+    return f"{count / 2**20:.1f} MiB"
 
 
 def _choice_by_time(program: ExampleProgram, batch: int, most: int) -> MethodChoice:
     """Return the choice of least estimated cost on one CPU device."""
-    used = frozenset[int]().union(*(use.value.leaves for use in program.uses))
-    held = sum(program.parameters[i].nbytes for i in used)
-    norms = sum(_bytes(use, program.parameters) for use in program.uses)
-    found = []
-    for size in (size for size in range(1, most + 1) if most % size == 0):
-        starts, between = _starts_and_results(program.closed.jaxpr, size)
-        # Residuals between the passes are written and read, unless those of a group fit into the cache.
-        spilled = 2 * batch * between if size * between > _CACHE else 0
-        # Each group reads the sum, writes it, and writes its own part of it.
-        groups = batch // size * (3 * held + starts) if size < batch else 0
-        found.append((batch * norms + groups + spilled, "book_keeping", size))
-        if size * held <= _CACHE_OF_GRADIENTS or size == 1:
-            found.append((4 * batch * held + batch // size * starts + spilled, "vmap", size))
-    cost, method, size = min(found)
-    other = min(cost for cost, other, _ in found if other != method)
-    instead = "with" if method == "book_keeping" else "without"
-    why = f"estimated memory traffic {cost / 2**20:.1f} MiB; {other / 2**20:.1f} MiB {instead} stored gradients"
-    return MethodChoice(method, size, why)
-
-
-def _bytes(use: ParameterUse, parameters: Sequence[jax.Array]) -> float:
-    """Return the cost of the norm of one example's gradient at a use, in bytes of memory traffic."""
-    operations, numbers = norm_cost(use)
-    if use.value.layout is None:  # the gradients of the parameters are materialized
-        numbers += sum(parameters[i].size for i in use.value.leaves)
-    return operations / _OPERATIONS_PER_BYTE + 2 * numbers * use.aval.dtype.itemsize
-
-
-def _starts_and_results(jaxpr: Jaxpr, examples: int) -> tuple[int, int]:
-    """Return the cost of starting all operations, in bytes, and the bytes of one example's results; unroll loops."""
-    starts = results = 0
-    for eqn in jaxpr.eqns:
-        inner = [_starts_and_results(body, examples) for body in bodies(eqn)]
-        iterations = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        if inner:
-            starts += iterations * sum(start for start, _ in inner)
-            results += iterations * sum(result for _, result in inner)
-            continue
-        # Only floating-point results are kept for the backward pass.
-        kept = [aval(out) for out in eqn.outvars if jnp.issubdtype(aval(out).dtype, jnp.inexact)]
-        size = sum(x.size * x.dtype.itemsize for x in kept)
-        starts += _START if examples * size >= _SMALL else _SMALL_START
-        results += size
-    return starts, results
+    found = [cost for cost in costs(program, batch, most) if cost.method != "ghost"]
+    best = min(found)
+    other = min(cost.traffic for cost in found if cost.method != best.method)
+    instead = "with" if best.method == "book_keeping" else "without"
+    why = f"estimated memory traffic {_size(best.traffic)}; {_size(other)} {instead} stored gradients"
+    return MethodChoice(best.method, best.examples, why)
 
 
 def routes(of: PerExample, choice: MethodChoice) -> list[MethodChoice]:
@@ -211,13 +165,41 @@ def on_platform(api: str, by_platform: dict[str, list[MethodChoice]], compute: C
     return jax.tree.unflatten(structures[0], found)
 
 
+def in_groups(compute: Callable[..., Any], examples: list[Any], padding: jax.Array, group: int, start: Any) -> Any:
+    """Compute all examples at once or in groups: sum the first result of `compute` and concatenate the second.
+
+    Args:
+      compute: a function of some examples and their padding mask that returns two pytrees.
+      examples: the examples of the batch, along axis 0.
+      padding: whether each example is padding, shape (batch,).
+      group: the number of examples in a group.
+      start: zeros like the first result.
+    """
+    size = len(padding)
+    if group == size:
+        return compute(examples, padding)
+
+    def split(x: Any) -> Any:
+        # Each group takes examples from every part of the batch: if it is sharded, no device sends any example.
+        return x.reshape(group, size // group, *x.shape[1:]).swapaxes(0, 1)
+
+    def step(total: Any, arrays: Any) -> tuple[Any, Any]:
+        part, each = compute(*arrays)
+        return jax.tree.map(jnp.add, total, part), each
+
+    # In a `shard_map`, the initial sum must be device-varying like the result, or the carry types would differ.
+    start = jax.tree.map(lambda x: varying(x, varying_axes(examples[0])), start)
+    total, each = lax.scan(step, start, jax.tree.map(split, (examples, padding)))
+    return total, jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(size, *x.shape[2:]), each)
+
+
 class Backward:
     """A backward pass over some examples, which computes their norms and weighted sums of their gradients.
 
     Args:
       of: the loss.
       examples: the examples, along axis 0 of each array.
-      method: "vmap" materializes each example's gradient, "ghost" sums in a second pass, any other uses one pass.
+      choice: the method; its number of examples is that of these examples.
       spmd_axis_name: as for `jax.vmap`.
       transform: applied to each example's gradients before clipping; only for "vmap".
 
@@ -231,13 +213,12 @@ class Backward:
         self,
         of: PerExample,
         examples: Sequence[Any],
-        method: str,
+        choice: MethodChoice,
         spmd_axis_name: str | None = None,
         transform: Callable[[list[Any]], Any] | None = None,
     ) -> None:
-        self._of, self._examples, self._method, self._spmd = of, list(examples), method, spmd_axis_name
-        self._found = None
-        if method == "vmap":
+        self._examples, self._found = list(examples), None
+        if choice.method == "vmap":
             (self.values, self.aux), self._each = each_gradient(of, self._examples, spmd_axis_name)
             self.squares = clipped = _squares(self._each)
             if transform is not None:
@@ -246,7 +227,8 @@ class Backward:
             self._clipped = jnp.sqrt(clipped)
             return
         with _PROMOTES():
-            self._found = ExampleGradients(of.program, self._examples, spmd_axis_name, inside=method == "ghost")
+            self._inside_from = 0 if choice.method == "ghost" else choice.inside_from
+            self._found = ExampleGradients(of.program, self._examples, spmd_axis_name, self._inside_from)
             self.values, self.aux, self.squares = self._found.values, self._found.aux, self._found.squared_norms
             self._clipped = self._found.upper_norms()
 
@@ -264,7 +246,7 @@ class Backward:
         if self._found is None:
             return jax.tree.map(lambda x: Dense(x).weighted(weights, dtype), self._each)
         with _PROMOTES():
-            if self._method == "ghost":
+            if self._inside_from is not None:
                 return self._found.weighted_sum_again(self._without_excluded(weights), weights, dtype)
             return self._found.weighted_sum(weights, dtype)
 

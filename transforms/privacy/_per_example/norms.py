@@ -28,7 +28,8 @@ class ExampleGradients:
       program: the loss.
       examples: the examples, along axis 0 of each array.
       spmd_axis_name: as for `jax.vmap`.
-      inside: whether to compute norms inside the backward pass where possible, and weighted sums in a second pass.
+      inside_from: the number of the first use whose norm is computed inside the backward pass if possible, and whose
+        gradients are summed in a second pass; None to keep the forms of all uses for the sum.
 
     Attributes:
       values: the loss of each example.
@@ -41,20 +42,24 @@ class ExampleGradients:
         program: ExampleProgram,
         examples: Sequence[Any],
         spmd_axis_name: str | None = None,
-        inside: bool = False,
+        inside_from: int | None = None,
     ) -> None:
         if program.refusal:  # `first_that_traces` then falls back to `jax.grad`
             raise NotImplementedError(program.refusal)
         self._program, self._plan, self._parameters = program, program.plan, program.parameters
         self._uses, self._spmd = program.uses, spmd_axis_name
-        self._inside = in_backward(self._plan, spmd_axis_name) if inside else None
+        self._inside = None if inside_from is None else in_backward(self._plan, spmd_axis_name, inside_from)
+        self._keeps = inside_from != 0  # whether forms of the first pass are kept for the sum
         zeros = zero_perturbations(self._plan, examples[0].shape[0], self._inside)
         self.values, self.aux, records, cotangents = self._backward(examples, zeros, self._inside)
         self._entries = {n: cotangents[n] for n in self._inside.uses} if self._inside else {}
         # First the gradient of the operand of each use. Then, for each group of uses that share elements of the
         # parameters, as few forms as possible, or materialized gradients of these parameters.
         self._at_uses = self._forms_at_uses(records, cotangents)
-        self._groups = self._merged(self._at_uses)
+        groups = ([n for n in group if n in self._at_uses] for group in sharing(self._uses))
+        self._groups = [
+            (group, merged([(n, self._uses[n], self._at_uses[n]) for n in group])) for group in groups if group
+        ]
         self._forms = {n: form for _, forms in self._groups for n, form in (forms or {}).items()}
         self.held: dict[int, jax.Array] = {}
         for group, forms in self._groups:
@@ -90,11 +95,6 @@ class ExampleGradients:
         # each example separately.
         (cotangents,) = pull(jnp.ones_like(values))
         return values, aux, records, cotangents
-
-    def _merged(self, at_uses: dict[int, GradientForm]) -> list[tuple[list[int], dict[int, GradientForm] | None]]:
-        """Merge the forms of each group of uses that share elements of the parameters; None if they do not merge."""
-        groups = [[n for n in group if n in at_uses] for group in sharing(self._uses)]
-        return [(group, merged([(n, self._uses[n], at_uses[n]) for n in group])) for group in groups if group]
 
     def _forms_at_uses(self, records: Records, cotangents: Perturbations) -> dict[int, GradientForm]:
         """Return the form of each example's gradient of the operand of each use that was recorded."""
@@ -137,8 +137,11 @@ class ExampleGradients:
             total = total + sum(row.cross(factor) for row in rows for factor in factors)
         for n, (_, *at_rows) in self._entries.items():
             total = total + self._entry(n, 0)
-            for lookup, found in zip(self._inside.lookups.get(n, []), at_rows, strict=True):
-                total = total + 2 * (found * self._at_uses[lookup].right[:, 0]).sum((1, 2))
+            lookups = self._inside.lookups.get(n, []) if self._inside else []
+            for lookup, found in zip(lookups, at_rows, strict=True):
+                form = self._at_uses[lookup]
+                assert isinstance(form, RowSparse)
+                total = total + 2 * (found * form.right[:, 0]).sum((1, 2))
         return jnp.maximum(total, 0)  # if terms cancel, a rounding error of either sign remains
 
     def _entry(self, n: int, k: int) -> jax.Array:
@@ -184,8 +187,8 @@ class ExampleGradients:
                 every = list((forms or {}).values())
                 alike = [form for form in every if isinstance(form, type(self._at_uses[n]))]
                 found[n] = next(iter([*alike, *every]), None)
-        for n in inside.uses if inside is not None else ():
-            found[n] = inside.summed(self._uses[n], self._at_uses[n])
+        if inside is not None:
+            found |= {n: inside.summed(self._uses[n], self._at_uses[n]) for n in inside.uses}
         return found
 
     def each(self) -> list[jax.Array]:
@@ -215,16 +218,13 @@ class ExampleGradients:
         """
         assert self._inside is not None
         as_parameters = all(wide(x.dtype, dtype) == x.dtype for x in self._parameters)
-        if as_parameters and not self.held and has_linear_backward(self._plan):
+        if not self._keeps and as_parameters and not self.held and has_linear_backward(self._plan):
             return self._ordinary_gradient(examples, weights)
         # Otherwise each rule weights the gradient at its use, so that cotangents are rounded as in the first pass.
-        forms = frozenset(self._forms)
-        given, pull = self._wide_operands(self._inside.uses | forms, dtype)
-        zeros = zero_perturbations(self._plan, examples[0].shape[0], self._inside)
-        zeros |= {n: [varying(jnp.zeros_like(given[n]), varying_axes(given[n]))] for n in self._inside.uses}
-        _, _, records, cotangents = self._backward(examples, zeros, self._inside, weights)
-        groups = self._merged(self._forms_at_uses(records, cotangents))
-        found = {n: form.weighted(weights, dtype) for _, forms in groups for n, form in (forms or {}).items()}
+        given, pull = self._wide_operands(self._inside.uses | self._forms.keys(), dtype)
+        zeros = {n: [varying(jnp.zeros_like(given[n]), varying_axes(given[n]))] for n in self._inside.uses}
+        _, _, _, cotangents = self._backward(examples, zeros, self._inside._replace(lookups={}), weights)
+        found = {n: form.weighted(weights, dtype) for n, form in self._forms.items()}
         found |= {n: cotangents[n][0] for n in self._inside.uses}
         return self._summed(given, pull, found, weights, dtype)
 

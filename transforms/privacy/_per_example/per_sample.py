@@ -12,8 +12,18 @@ from jax import lax
 from ..._core.arguments import Argnums, check_count, wrap_like
 from ..._core.memory import check_budget
 from ..._vmap import vmap_of
+from .budget import within_budget
 from .loss import on_any_mesh, per_example
-from .methods import Backward, Method, MethodChoice, check_method, each_gradient, first_that_traces, routes
+from .methods import (
+    Backward,
+    Method,
+    MethodChoice,
+    check_method,
+    each_gradient,
+    first_that_traces,
+    in_groups,
+    routes,
+)
 
 P = ParamSpec("P")
 
@@ -103,6 +113,7 @@ def per_sample_norm(
     batch_argnums: Argnums = 1,
     keep_batch_dim: bool = True,
     method: Method = "auto",
+    memory_budget: int | str | None = None,
 ) -> Callable[P, jax.Array]:
     """Compute the norm of the gradient of a loss at each sample of a batch.
 
@@ -111,13 +122,16 @@ def per_sample_norm(
       argnums: as for `per_sample_grad`; the norm is the joint norm over all of these arguments.
       batch_argnums: as for `per_sample_grad`.
       keep_batch_dim: as for `per_sample_grad`.
-      method: as for `clipped_grad`; all methods other than "vmap" are the same here.
+      method: as for `clipped_grad`; all methods other than "vmap" are the same here: norms inside the backward pass.
+      memory_budget: bytes, or a string as for `vmap`: the largest group of samples whose compiled temporaries fit is
+        computed at a time.
 
     Returns:
       A function of the same arguments that returns the norms, shape (batch,), in float32 or wider.
 
     Raises:
-      TypeError, ValueError: as for `per_sample_grad`; an unknown method.
+      TypeError, ValueError: as for `per_sample_grad`; an unknown method; no group of samples fits into
+        `memory_budget`.
 
     Cost:
       About one forward and one backward pass of the batch. Gradients are materialized only where no smaller form
@@ -140,16 +154,23 @@ def per_sample_norm(
     """
     of_call = per_example("per_sample_norm", fun, argnums, batch_argnums)
     check_method("per_sample_norm", method)
+    budget = check_budget("per_sample_norm", memory_budget, None)
+    # With only norms to compute there is no second pass, and the methods other than "vmap" take the same time.
+    method = "vmap" if method == "vmap" else "ghost"
 
     def norms(*args: Any, **kwargs: Any) -> jax.Array:
         """Return the norm of the gradient of each example of these arguments."""
         of = of_call(False, keep_batch_dim, None, args, kwargs)
 
         def squares(route: MethodChoice) -> jax.Array:
-            if route.examples == of.size:
-                return Backward(of, of.examples, route.method).squares
-            return lax.map(lambda one: Backward(of, [x[None] for x in one], route.method).squares[0], of.examples)
+            def of_some(examples: list[Any], _: Any) -> tuple[Any, jax.Array]:
+                return (), Backward(of, examples, route).squares
 
-        return jnp.sqrt(first_that_traces("per_sample_norm", routes(of, MethodChoice(method, of.size, "")), squares)[1])
+            return in_groups(of_some, of.examples, jnp.zeros(of.size, bool), route.examples, ())[1]
+
+        choice = MethodChoice(method, of.size, "")
+        if budget is not None and of.size:
+            choice = within_budget("per_sample_norm", of.program, (method,), of.size, None, squares, budget)
+        return jnp.sqrt(first_that_traces("per_sample_norm", routes(of, choice), squares)[1])
 
     return wrap_like(fun, "per_sample_norm", on_any_mesh("per_sample_norm", fun, batch_argnums, norms))

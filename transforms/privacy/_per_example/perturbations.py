@@ -61,7 +61,7 @@ def run_perturbed(
     Args:
       plan: the plan of the program.
       args: its arguments.
-      zeros: the perturbations.
+      zeros: the perturbations; uses without them are evaluated unchanged.
       inside: the uses that have a backward rule of their own, which replaces perturbation and record.
       before: the records of the enclosing program.
     """
@@ -81,7 +81,7 @@ def run_perturbed(
             rows = [clipped_rows(use, index).reshape(-1) for use, index in lookups]
             return inside.run(plan.uses[step[0]], values, zeros[step[0]], rows)
         outputs = evaluate(eqn, *values)
-        if not step:
+        if not step or step[0] not in zeros:
             return outputs
         parametric = {plan.uses[n].operand for n in step}
         records[step[0]] = [None if k in parametric else value for k, value in enumerate(values)]
@@ -104,7 +104,7 @@ def _run_body(
         return run_perturbed(plan, values, zeros, inside, before)
     # Pass only the zeros of this body: every input of a checkpoint is kept for the backward pass, and a loop slices its
     # inputs for each iteration.
-    inner = {n: zeros[n] for n in plan.firsts()}
+    inner = {n: zeros[n] for n in plan.firsts() if n in zeros}
     if eqn.primitive.name in REMAT:
         options = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
         run = partial(run_perturbed, plan, inside=inside, before=before)

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal
 
-from ..._core.jaxpr import ELEMENTWISE, REMAT, aval, evaluate, interpret
-from .in_backward import InBackward
-from .loss import ExampleProgram
-from .parameter_uses import ParameterUse
-from .rules import norm_cost
+from ...._core.jaxpr import ELEMENTWISE, REMAT, aval, evaluate, interpret
+from ..in_backward import InBackward
+from ..loss import ExampleProgram
+from ..parameter_uses import ParameterUse
+from ..rules import norm_cost
 
 # Operations that XLA computes again wherever their result is read, so that only their operands are kept.
 _RECOMPUTED = ELEMENTWISE | {"broadcast_in_dim", "iota", "reshape", "rev", "slice", "squeeze", "transpose"}

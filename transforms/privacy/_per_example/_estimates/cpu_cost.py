@@ -1,0 +1,116 @@
+"""A cost model of the methods on a CPU, in bytes of memory traffic, computed from shapes.
+
+Every method costs an ordinary gradient plus an overhead. Book-keeping computes norms from inner products between
+positions, and materializes small gradients. A materialized gradient is written once and read twice, for its norm and
+for the sum. "ghost" computes the gradient twice. Groups start every operation and update the sum once for each group,
+but the residuals of a group may stay in the cache between its forward and its backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from ...._core.jaxpr import aval, bodies
+from ..loss import ExampleProgram
+from ..parameter_uses import ParameterUse
+from ..rules import norm_cost
+
+# Fitted to the shapes of benchmarks/privacy.py and to dense layers of 64 to 1024.
+_OPERATIONS_PER_BYTE = 8.0  # floating-point operations in the time of one byte of memory
+# An operation on fewer than `_SMALL` bytes takes the time of `_SMALL_START` bytes to start, any other that of `_START`.
+_SMALL, _SMALL_START, _START = 65_536, 25_000, 100_000
+_CACHE, _CACHE_OF_GRADIENTS = 16 * 2**20, 10 * 2**20  # bytes
+# Products of a forward and a backward pass, for each product of the forward pass.
+_PRODUCTS = 3
+
+
+class Cost(NamedTuple):
+    """The cost of a method beyond an ordinary gradient.
+
+    Attributes:
+      traffic: bytes.
+      method: "vmap", "ghost" or "book_keeping".
+      examples: the number of examples to compute at a time.
+    """
+
+    traffic: float
+    method: str
+    examples: int
+
+
+def costs(program: ExampleProgram, batch: int, most: int) -> list[Cost]:
+    """Return the cost of every method and number of examples at a time.
+
+    Args:
+      program: the loss.
+      batch: the number of examples.
+      most: the largest number of examples to compute at a time; it divides the batch.
+    """
+    used = frozenset[int]().union(*(use.value.leaves for use in program.uses))
+    held = sum(program.parameters[i].nbytes for i in used)
+    norms = sum(_bytes(use, program.parameters) for use in program.uses)
+    again = _PRODUCTS * _operations(program.closed.jaxpr) / _OPERATIONS_PER_BYTE
+    found = []
+    for size in (size for size in range(1, most + 1) if most % size == 0):
+        starts, between = _starts_and_results(program.closed.jaxpr, size)
+        # Residuals between the passes are written and read, unless those of a group fit into the cache.
+        spilled = 2 * batch * between if size * between > _CACHE else 0
+        # Each group reads the sum, writes it, and writes its own part of it.
+        groups = batch // size * (3 * held + starts) if size < batch else 0
+        alone = batch * norms + groups + spilled
+        found.append(Cost(alone, "book_keeping", size))
+        found.append(Cost(alone + batch * again + batch // size * starts + spilled, "ghost", size))
+        if size * held <= _CACHE_OF_GRADIENTS or size == 1:
+            found.append(Cost(4 * batch * held + batch // size * starts + spilled, "vmap", size))
+    return found
+
+
+def _bytes(use: ParameterUse, parameters: Sequence[jax.Array]) -> float:
+    """Return the cost of the norm of one example's gradient at a use."""
+    operations, numbers = norm_cost(use)
+    if use.value.layout is None:  # the gradients of the parameters are materialized
+        numbers += sum(parameters[i].size for i in use.value.leaves)
+    return operations / _OPERATIONS_PER_BYTE + 2 * numbers * use.aval.dtype.itemsize
+
+
+def _starts_and_results(jaxpr: Jaxpr, examples: int) -> tuple[int, int]:
+    """Return the cost of starting all operations, and the bytes of one example's results; unroll loops."""
+    starts = results = 0
+    for eqn in jaxpr.eqns:
+        inner = [_starts_and_results(body, examples) for body in bodies(eqn)]
+        iterations = _iterations(eqn)
+        if inner:
+            starts += iterations * sum(start for start, _ in inner)
+            results += iterations * sum(result for _, result in inner)
+            continue
+        # Only floating-point results are kept for the backward pass.
+        kept = [aval(out) for out in eqn.outvars if jnp.issubdtype(aval(out).dtype, jnp.inexact)]
+        size = sum(x.size * x.dtype.itemsize for x in kept)
+        starts += _START if examples * size >= _SMALL else _SMALL_START
+        results += size
+    return starts, results
+
+
+def _operations(jaxpr: Jaxpr) -> float:
+    """Return the floating-point operations of the products and convolutions of one example; unroll loops."""
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            total += 2.0 * aval(eqn.outvars[0]).size * math.prod(aval(eqn.invars[0]).shape[i] for i in contracted)
+        elif eqn.primitive.name == "conv_general_dilated":
+            kernel, spec = aval(eqn.invars[1]), eqn.params["dimension_numbers"].rhs_spec
+            total += 2.0 * aval(eqn.outvars[0]).size * kernel.size / kernel.shape[spec[0]]
+        total += _iterations(eqn) * sum(map(_operations, bodies(eqn)))
+    return total
+
+
+def _iterations(eqn: JaxprEqn) -> int:
+    """Return how often the body of an operation runs."""
+    return eqn.params["length"] if eqn.primitive.name == "scan" else 1
