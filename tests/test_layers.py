@@ -32,6 +32,7 @@ LAYERS = {
     "transforms.program": [
         "_ir _compile_cache _stack",
         "_accumulate _aot _bucketed _depend _donation _fold _layers _layout _profile _topk",
+        "_compile_for",
         "__init__",
     ],
     "ensemble": ["_scoring", "_members", "_step", "_execution", "_training", "calibration metrics plots", "__init__"],

@@ -1,7 +1,8 @@
 """Tools to inspect compiled programs, to rewrite them, and to compile less.
 
 Inspect a compiled function: `profile` (where the time goes), `trace_diff` and `capture` (the differences between two
-versions), `count_layout_ops` (transposes and copies), `assert_donated` (whether donated memory is reused).
+versions), `count_layout_ops` (transposes and copies), `assert_donated` (whether donated memory is reused),
+`compile_for` (the memory, operations and collectives on a device that is not here).
 Rewrite it: `fold_bn` (batch norms folded into weights), `depend` (an order between two values), `masked_topk_mean`.
 Compile less: `stack_layers` and `scan_layers` (one layer for all layers), `accumulate` (one micro-batch for all
 micro-batches), `bucketed` (a few lengths for all lengths), `aot` and `enable_compile_cache` (one compilation for many
@@ -10,14 +11,15 @@ processes).
 `_ir/` traces calls, parses compiled programs and attributes their instructions to JAX operations; the inspection tools
 build on it. `_profile/` implements `profile`, `trace_diff` and `capture`, `_fold/` folds batch norms, `_aot/` stores
 programs in files. `_layers.py` and `_stack.py` define `scan_layers` and its module. Each remaining file has one
-function: `_accumulate.py`, `_bucketed.py`, `_compile_cache.py`, `_depend.py`, `_donation.py` (`assert_donated`),
-`_layout.py` (`count_layout_ops`) and `_topk.py`.
+function: `_accumulate.py`, `_bucketed.py`, `_compile_cache.py`, `_compile_for.py`, `_depend.py`, `_donation.py`
+(`assert_donated`), `_layout.py` (`count_layout_ops`) and `_topk.py`.
 """
 
 from ._accumulate import accumulate
 from ._aot.aot import aot
 from ._bucketed import bucketed
 from ._compile_cache import CompileCache, enable_compile_cache
+from ._compile_for import Collective, CompileReport, OperationCost, compile_for
 from ._depend import depend
 from ._donation import assert_donated
 from ._fold.fold_bn import fold_bn
@@ -32,10 +34,13 @@ from ._topk import masked_topk_mean
 __all__ = [
     "Candidate",
     "Capture",
+    "Collective",
     "CompileCache",
+    "CompileReport",
     "Difference",
     "FoldReport",
     "Operation",
+    "OperationCost",
     "Profile",
     "TraceDiff",
     "accumulate",
@@ -43,6 +48,7 @@ __all__ = [
     "assert_donated",
     "bucketed",
     "capture",
+    "compile_for",
     "count_layout_ops",
     "depend",
     "enable_compile_cache",

@@ -205,8 +205,9 @@ def test_the_helper_detects_differences() -> None:
 
 def test_the_signature_is_the_same() -> None:
     ours = dict(inspect.signature(clipped_grad).parameters)
-    method = ours.pop("method")
+    method, budget = ours.pop("method"), ours.pop("memory_budget")  # jax-privacy has neither
     assert (method.kind, method.default) == (method.KEYWORD_ONLY, "auto")
+    assert (budget.kind, budget.default) == (budget.KEYWORD_ONLY, None)
     theirs = inspect.signature(jax_privacy.clipped_grad).parameters
     described = lambda parameters: [(p.name, p.kind, p.default) for p in parameters.values()]
     identity = theirs["pre_clipping_transform"].default

@@ -120,12 +120,12 @@ def clipped_grad(
     return_grad_norms: bool = False,
     pre_clipping_transform: Callable[[Any], Any] | None = None,
     microbatch_size: int | None = None,
-    memory_budget: int | str | None = None,
     nan_safe: bool = True,
     dtype: Any = None,
     prng_argnum: int | None = None,
     spmd_axis_name: str | None = None,
     method: Method = "auto",
+    memory_budget: int | str | None = None,
 ) -> ClippedGrad:
     """Sum the clipped gradients of the samples of a batch.
 
@@ -147,19 +147,22 @@ def clipped_grad(
       pre_clipping_transform: a function of one sample's gradients, applied before clipping. It requires materialized
         gradients, so the method is "vmap".
       microbatch_size: the largest number of samples to compute at a time; it must divide the batch.
-      memory_budget: an alternative to `microbatch_size`: bytes, or a string as for `vmap`. The quickest way whose
-        compiled temporaries fit is used: with method="auto" book-keeping, book-keeping for the first parameter uses and
-        "ghost" for all later ones ("mixed" in `explain`), "ghost", or "ghost" for groups of samples.
       nan_safe: whether samples with a non-finite norm contribute zero; with False they make the sum NaN.
       dtype: the dtype of the sum; None for the dtypes of the parameters. Gradients are summed in float32 or wider and
         rounded to it once, at the end. For complex parameters it is the dtype of the real and imaginary parts.
       prng_argnum: the position of a key argument, which is split into one key for each sample.
       spmd_axis_name: as for `jax.vmap`.
-      method: "vmap" materializes each sample's gradient. "ghost" computes the norms in one backward pass and the sum in
-        a second one. "book_keeping" computes both in one pass and keeps its cotangents. "auto" is "book_keeping"; on a
-        single CPU device it chooses between "book_keeping" and "vmap", and the number of samples at a time, by a cost
-        model of shapes. If an operation supports no such method (JAX cannot map it over samples, for example),
-        `jax.grad` runs on one sample at a time, and `explain` reports this.
+      method: "vmap" materializes each sample's gradient. "book_keeping" computes the norms in one backward pass and
+        keeps its cotangents for the sum. "ghost" computes the norms inside one backward pass and the sum in a second
+        one; it takes little more memory than an ordinary gradient, also if layers are in a `scan` or checkpointed.
+        "auto" chooses for the platform that is compiled for. On an accelerator it is "book_keeping", or "ghost" if
+        book-keeping would add more than half of the temporaries of an ordinary gradient, as estimated from shapes (and
+        more than 16 MiB). On several CPU devices it is "book_keeping"; on one, a cost model of shapes chooses between
+        "book_keeping" and "vmap", and the number of samples at a time. If an operation supports no such method (JAX
+        cannot map it over samples, for example), `jax.grad` runs on one sample at a time, and `explain` reports this.
+      memory_budget: an alternative to `microbatch_size`: bytes, or a string as for `vmap`. The quickest way whose
+        compiled temporaries fit is used. With method="auto" that may also be "mixed": book-keeping for the first
+        parameter uses and "ghost" for all later ones; and any of them for groups of samples. `explain` reports it.
 
     Returns:
       A function of the same arguments that returns the sum, with the structure of the parameters and None for leaves
@@ -171,14 +174,17 @@ def clipped_grad(
     Raises:
       TypeError, ValueError: as for `per_sample_grad`; a negative clipping norm; `normalize_by` that is not positive; a
         `dtype` that is not floating point; a `prng_argnum` out of range, or in `argnums` or `batch_argnums`; a
-        `microbatch_size` that does not divide the batch; an unknown method, or one that `pre_clipping_transform`
+        `microbatch_size` that does not divide the batch, or together with `memory_budget`; a budget that is no size or
+        that no method fits into; an unknown method, or one that `pre_clipping_transform`
         rules out; `is_padding_example` that is not booleans of shape (batch,); in a `jax.shard_map`, a loss that
         combines devices.
 
     Cost:
       "auto": 0.9 to 1.2 times the time of `jax.grad` of the batch, and 0.06 to 2.5 times its memory, for the networks
-      of the benchmarks. "vmap": memory for batch times parameters. Every method needs that memory for parameters that
-      the loss also decays, or normalizes before their use. Leave weight decay to the optimizer.
+      of the benchmarks on a CPU. "ghost": two gradients; the memory of one and of a copy of the examples. Parameters
+      that several operations use, or one in a loop, keep activations and cotangents there. "vmap": memory for batch
+      times parameters. Every method needs that memory for parameters that the loss also decays, or normalizes before
+      their use. Leave weight decay to the optimizer.
 
     Rounding:
       A sample is clipped by an upper bound on its norm that includes rounding errors, so that the clipping bound also

@@ -66,15 +66,15 @@ def memory(program: HloProgram, instruction: Instruction) -> int:
     For an array that is only sliced, the slices count; for one that is updated in place, the update counts.
     """
     opcode = instruction.opcode
-    if opcode in NAMES or opcode in CONTAINERS:
+    if opcode in NAMES or opcode in CONTAINERS or opcode.endswith("-done"):  # counted for `-start`
         return 0
-    results = sum(x.bytes for x in instruction.results)
+    results = sum(x.traffic for x in instruction.results)
     if opcode in {"dynamic-slice", "gather", "slice"}:
         return 2 * results
     if opcode == "dynamic-update-slice":
-        return 2 * _operand(program, instruction, 1).bytes
+        return 2 * _operand(program, instruction, 1).traffic
     if opcode != "fusion":
-        return results + sum(x.bytes for name in instruction.operands for x in program.instructions[name].results)
+        return results + sum(x.traffic for name in instruction.operands for x in program.instructions[name].results)
     # A fusion reads its parameters and writes its root; intermediate values stay in registers.
     inside = {x.name: x for x in program.inside(instruction)}
     users = defaultdict(list)
@@ -84,12 +84,12 @@ def memory(program: HloProgram, instruction: Instruction) -> int:
 
     def read(array: Instruction) -> int:
         """Return the bytes read from a parameter, or from a view of it."""
-        size, found = sum(x.bytes for x in array.results), 0
+        size, found = sum(x.traffic for x in array.results), 0
         for user in users[array.name]:
             if user.opcode in {"bitcast", "reshape"}:
                 found += read(user)
             elif user.opcode in {"dynamic-slice", "gather", "slice"} and user.operands[0] == array.name:
-                found += sum(x.bytes for x in user.results)
+                found += sum(x.traffic for x in user.results)
             elif user.opcode != "dynamic-update-slice" or user.operands[0] != array.name:
                 return size
             # Otherwise the array is updated in place, and none of it is read.
@@ -100,8 +100,8 @@ def memory(program: HloProgram, instruction: Instruction) -> int:
         if root.opcode == "tuple" or (root.opcode == "bitcast" and root.operands[0] in inside):
             return sum(written(inside[name]) for name in root.operands if name in inside)
         if root.opcode == "dynamic-update-slice":
-            return _operand(program, root, 1).bytes
-        return sum(x.bytes for x in root.results)
+            return _operand(program, root, 1).traffic
+        return sum(x.traffic for x in root.results)
 
     return sum(read(x) for x in inside.values() if x.opcode == "parameter") + sum(
         written(x) for x in inside.values() if x.root

@@ -15,7 +15,7 @@ from ..._core.source_lines import users_line
 _NAME = r"%?([\w.\-]+)"
 _COMPUTATION = re.compile(rf"^(ENTRY )?{_NAME} (?:\(.*\) -> .*)?\{{$")
 _INSTRUCTION = re.compile(rf"^\s+(ROOT )?{_NAME} = (.*)$")
-_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](?:\{([\d,]*))?")
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](?:\{([\d,]*)(:[^}]*)?)?")
 _OPCODE = re.compile(r"([a-z][\w\-]*)\(")
 _CALLED = re.compile(
     rf"\b(?:calls|body|condition|to_apply|true_computation|false_computation)={_NAME}|branch_computations=\{{([^}}]*)\}}"
@@ -41,11 +41,13 @@ class Array:
       dtype: the dtype in HLO's notation, such as `f32`.
       shape: the sizes of its axes.
       order: the axes from minor (contiguous in memory) to major.
+      on_chip: whether it is in the memory of a TPU core instead of main memory.
     """
 
     dtype: str
     shape: tuple[int, ...]
     order: tuple[int, ...]
+    on_chip: bool = False
 
     @property
     def size(self) -> int:
@@ -60,6 +62,11 @@ class Array:
         bits = re.search(r"\d+", self.dtype)
         return -(-self.size * (int(bits[0]) if bits else 8) // 8)  # `pred` takes a byte
 
+    @property
+    def traffic(self) -> int:
+        """Return the bytes that reading or writing it moves from or to main memory."""
+        return 0 if self.on_chip else self.bytes
+
 
 @dataclass(frozen=True)
 class Instruction:
@@ -70,6 +77,7 @@ class Instruction:
       opcode: the operation, such as `dot` or `fusion`.
       results: the arrays that it returns, one unless it returns a tuple.
       operands: the names of the instructions whose results are its operands.
+      literal: the value of a constant, or the number of a parameter, as text; otherwise empty.
       root: whether its result is the result of its computation.
       rest: the text after the operands: attributes, metadata and backend configuration.
     """
@@ -78,6 +86,7 @@ class Instruction:
     opcode: str
     results: tuple[Array, ...]
     operands: tuple[str, ...]
+    literal: str
     root: bool
     rest: str
 
@@ -160,8 +169,19 @@ class HloProgram:
                 yield x, 1
             # Skip the computations that a fusion or a reduction calls: they are part of its kernel.
             for name in x.called if x.opcode in CONTAINERS else ():
-                found = _ITERATIONS.search(x.rest) if x.opcode == "while" else None
-                yield from ((inner, times * int(found[1] if found else 1)) for inner, times in self.runs(name))
+                number = self._iterations(x) if x.opcode == "while" else 1
+                yield from ((inner, times * number) for inner, times in self.runs(name))
+
+    def _iterations(self, loop: Instruction) -> int:
+        """Return the number of iterations of a `while`; 1 if the program does not show it."""
+        if found := _ITERATIONS.search(loop.rest):
+            return int(found[1])
+        # On a TPU it is not written. The loop of a `scan` ends when its counter, which begins at 0, reaches a constant.
+        for root in (x for name in loop.called for x in self.computations[name] if x.root):
+            bounds = [self.instructions[x].literal for x in root.operands if self.instructions[x].opcode == "constant"]
+            if root.opcode == "compare" and root.attribute("direction") == "LT" and len(bounds) == 1:
+                return max(int(bounds[0]), 1)
+        return 1
 
     @cached_property
     def _users(self) -> dict[str, list[Instruction]]:
@@ -229,9 +249,10 @@ def _instruction(root: str | None, name: str, text: str) -> Instruction:
     end = _closing(text, opcode.end() - 1)
     # Operands may have comments such as `/*index=5*/`; those of a constant or parameter are values.
     inside = re.sub(r"/\*.*?\*/", "", text[opcode.end() : end])
-    operands = () if opcode[1] in {"constant", "parameter"} else tuple(re.findall(r"[\w.\-]+", inside))
+    literal = inside if opcode[1] in {"constant", "parameter"} else ""
+    operands = () if literal else tuple(re.findall(r"[\w.\-]+", inside))
     arrays = tuple(_array(*found) for found in _ARRAY.findall(kind))
-    return Instruction(name, opcode[1], arrays, operands, root is not None, text[end + 1 :])
+    return Instruction(name, opcode[1], arrays, operands, literal, root is not None, text[end + 1 :])
 
 
 def _unescaped(text: str) -> str:
@@ -240,10 +261,11 @@ def _unescaped(text: str) -> str:
     return plain.decode("utf-8", "replace")
 
 
-def _array(dtype: str, lengths: str, order: str) -> Array:
+def _array(dtype: str, lengths: str, order: str, layout: str) -> Array:
     # A dynamic axis is written with its bound, as `<=5`. Without a layout, the memory order is that of C.
     shape = tuple(int(x.lstrip("<=")) for x in lengths.split(",") if x)
-    return Array(dtype, shape, tuple(map(int, order.split(","))) if order else tuple(reversed(range(len(shape)))))
+    axes = tuple(map(int, order.split(","))) if order else tuple(reversed(range(len(shape))))
+    return Array(dtype, shape, axes, "S(1)" in layout)
 
 
 def _closing(text: str, start: int) -> int:

@@ -72,10 +72,10 @@ class TracedProgram:
             else:
                 # Ints and bools of a jitted function may be static, so they are not converted.
                 kinds = (np.ndarray, np.generic, *((float, complex) if jitted else (bool, int, float, complex)))
-                parts = split_tree((*with_paths(fun, owner, args), {}))
+                parts, call = as_arrays(fun, owner, function, args)
                 parts = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, kinds) else x, parts)
                 self.args = (Opaque.of(parts),)
-                self.traced = call_users(jax.jit(_of_arrays(function)).trace, *self.args)
+                self.traced = call_users(jax.jit(call).trace, *self.args)
         self._lowered: Any = self.traced.lower()
 
     def compile(self, options: dict[str, str] | None = None) -> Compiled:
@@ -167,14 +167,26 @@ def names_in_cache_key() -> Iterator[None]:
             jax.config.update(setting, before)
 
 
-def _of_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `function` to take arrays only, and to return its arrays and the module arrays that it changes."""
+def as_arrays(
+    fun: Callable[..., Any], owner: Any, function: Callable[..., Any], args: tuple[Any, ...]
+) -> tuple[Any, Callable[[Opaque], list[jax.Array]]]:
+    """Return the parts of a call with its models split, and a function of them (as an `Opaque`) that makes the call.
 
-    def call(arguments: Opaque) -> list[jax.Array]:
+    The function returns the arrays of the result, and the arrays of modules that the call changes.
+    """
+    if not models_of((owner, args)):
+
+        def of_values(arguments: Opaque) -> list[jax.Array]:
+            owner, args, _ = arguments.value
+            return Opaque.of(split_tree(function(owner, *args))).arrays
+
+        return (owner, args, {}), of_values  # without merging the split models that a training state holds
+
+    def of_models(arguments: Opaque) -> list[jax.Array]:
         parts = arguments.value
         out, models = call_with_models(function, parts)
         changed = zip(map(split, models), changes(function, parts, models), strict=True)
         kept = [x for after, paths in changed for path, x in after.arrays().items() if path in paths]
         return [*Opaque.of(split_tree(out)).arrays, *kept]
 
-    return call
+    return split_tree((*with_paths(fun, owner, args), {})), of_models
