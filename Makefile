@@ -8,10 +8,10 @@ BIN := .venv/bin
 READY := .venv/.ready
 PEERS := .venv/.peers
 MINDSPORE := .venv-mindspore
-BENCHMARKS := $(filter-out benchmarks/_% benchmarks/render.py,$(wildcard benchmarks/*.py))
+BENCHMARKS := $(filter-out benchmarks/_% benchmarks/render.py benchmarks/accelerators.py,$(wildcard benchmarks/*.py))
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo examples guides test lint types docs serve bench bench-mindspore bench-smoke fuzz release clean
+.PHONY: help demo examples guides test lint types docs serve accelerators bench bench-mindspore bench-smoke fuzz release clean
 
 help:
 	@echo "make demo         train an ensemble on the digits         (ARGS=...)"
@@ -22,6 +22,7 @@ help:
 	@echo "make guides       run the guides' code, and show its output in them (ARGS=\"start sparse\")"
 	@echo "make docs         the site, in build/site; make serve shows it at http://localhost:8000 (PORT=8000)"
 	@echo "make bench        every benchmark, peers installed; bench-mindspore: MindSpore's; bench-smoke: small sizes"
+	@echo "make accelerators clipped gradients compiled for an H200 and for TPUs, with a test: ten minutes, 3 GB"
 	@echo "make fuzz         the property tests with many examples   (PYTEST_ARGS=...)"
 	@echo "make release      wheel and sdist in dist/, tried with each extra in new environments: minutes"
 	@echo "make clean        what the others made; remove .venv yourself to start over"
@@ -89,6 +90,22 @@ $(MINDSPORE)/.ready:
 
 bench-mindspore: $(PEERS) $(MINDSPORE)/.ready
 	@$(BIN)/python benchmarks/ensemble.py --mindspore $(MINDSPORE)/bin/python $(ARGS)
+
+.venv-tpu/.ready .venv-cuda/.ready: .venv-%/.ready: pyproject.toml
+	@$(PYTHON) -m venv .venv-$*
+	@.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --editable '.$(if $(filter tpu,$*),[tpu])' pytest
+	@test $* = tpu || .venv-cuda/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	"jax-cuda12-plugin==$$(.venv-cuda/bin/python -c 'import jax; print(jax.__version__)')" \
+	"jax-cuda12-pjrt==$$(.venv-cuda/bin/python -c 'import jax; print(jax.__version__)')"
+	@touch $@
+
+# A process can load one of the plugins, so each has an environment.
+accelerators: $(READY) .venv-tpu/.ready .venv-cuda/.ready
+	@JAX_PLATFORMS=cpu .venv-tpu/bin/python -m pytest --quiet --noconftest -p no:cacheprovider -o addopts= \
+	tests/transforms/program/test_compile_for.py
+	@.venv-tpu/bin/python benchmarks/accelerators.py tpu
+	@.venv-cuda/bin/python benchmarks/accelerators.py cuda
+	@$(BIN)/python benchmarks/render.py
 
 bench: $(PEERS)
 bench bench-smoke: $(READY)

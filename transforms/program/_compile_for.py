@@ -55,12 +55,17 @@ class Collective(NamedTuple):
 
     Attributes:
       kind: such as "all-reduce". XLA may write a gather as an all-reduce.
-      count: how often one is run.
+      runs: how often one is run.
       bytes: the bytes of their results on one device.
+
+    Examples:
+      >>> from plurax.transforms.program import Collective
+      >>> Collective("all-reduce", 1, 32768).bytes
+      32768
     """
 
     kind: str
-    count: int
+    runs: int
     bytes: int
 
 
@@ -72,6 +77,13 @@ class OperationCost(NamedTuple):
       scope: its named scopes and parts of modules.
       flops: floating point operations on one device.
       bytes: bytes read and written on one device. The bytes of a fusion count for the operation with most flops.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from plurax.transforms.program import compile_for
+      >>> x = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+      >>> compile_for(lambda x: jnp.tanh(x @ x), "cpu", x).operations[0].op
+      'dot_general'
     """
 
     op: str
@@ -98,6 +110,13 @@ class CompileReport:
       operations: the operations, those with most flops first.
       least_seconds: a lower bound on the time of this program, not an estimate: the larger of flops and bytes over the
         highest rates of a device, without communication. None if these are not known.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from plurax.transforms.program import compile_for
+      >>> report = compile_for(jnp.tanh, "cpu", jax.ShapeDtypeStruct((512, 512), jnp.float32))
+      >>> report.arguments, report.peak - report.temporaries
+      (1048576, 2097152)
     """
 
     target: str
@@ -129,7 +148,7 @@ class CompileReport:
         if self.fits is False:
             return "\n".join(lines)
         lines.append(f"operations: {count(self.flops)} flops, {count(self.bytes)}B read and written")
-        lines += [f"{x.kind}: {x.count}, {count(x.bytes)}B" for x in self.collectives] or ["no collectives"]
+        lines += [f"{x.kind}: {x.runs}, {count(x.bytes)}B" for x in self.collectives] or ["no collectives"]
         if self.least_seconds is not None:
             lines.append(f"lower bound on the time, from the device's highest rates: {seconds(self.least_seconds)}")
         rows = [(x.op, x.scope, count(x.flops), count(x.bytes) + "B") for x in self.operations[:_SHOWN]]
@@ -211,7 +230,7 @@ def compile_for(
             )
             memory_of = None if chip is None else chip.memory
             return CompileReport(target, grid.size, False, held, 0, needed, memory_of, 0, 0, [], [], None)
-    return _report(target, grid.size, compiled, chip)
+    return report_of(target, grid.size, compiled, chip)
 
 
 def _spread(specs: Any, argument: Any) -> list[PartitionSpec]:
@@ -235,7 +254,9 @@ def _devices_of(target: str) -> list[Any]:
             raise ModuleNotFoundError(message)
         from jax.experimental import topologies
 
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # do not look for a TPU of this machine
+        # Do not look for a TPU of this machine, nor for other processes that use it.
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
         try:
             return list(topologies.get_topology_desc(target, "tpu").devices)
         except Exception as error:  # the compiler knows which topologies exist
@@ -272,7 +293,7 @@ def _mesh_of(devices: Sequence[Any], target: str, mesh: Mapping[str, int] | None
     return Mesh(np.array(devices[:size]).reshape(*axes.values()), tuple(axes))
 
 
-def _report(target: str, devices: int, compiled: Any, chip: _Chip | None) -> CompileReport:
+def report_of(target: str, devices: int, compiled: Any, chip: _Chip | None) -> CompileReport:
     """Return the report of a compiled program."""
     analysis = compiled.memory_analysis()
     program = HloProgram(compiled.as_text())

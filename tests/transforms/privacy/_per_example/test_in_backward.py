@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 from plurax.transforms import clipped_grad, per_sample_norm
+from plurax.transforms.privacy._per_example import methods
 
 BATCH, LENGTH, VOCABULARY, WIDTH, LAYERS = 5, 7, 11, 6, 3
 Loss = Callable[[Any, Any], jax.Array]
@@ -238,3 +239,39 @@ def test_a_small_gradient_is_materialized_if_that_is_quicker() -> None:
     w, x = jnp.ones((6, 5)), jnp.ones((3, 100, 6))
     of = clipped_grad(lambda w, x: jnp.sum(jnp.tanh(x @ w)), l2_clip_norm=1.0, method="ghost")
     assert "30 numbers, inside the backward pass" in of.explain(w, x).uses[0].why
+
+
+def products(of: Any, platform: str) -> int:
+    """Return the number of products in the program for a platform that need not be here."""
+    lowered = jax.jit(of).trace(parameters(), tokens()).lower(lowering_platforms=(platform,))
+    return lowered.as_text().count("dot_general")
+
+
+@pytest.mark.parametrize("name", ["scan", "list, tied", "one layer repeated"])
+def test_auto_follows_the_platform_that_is_compiled_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(methods, "_NO_MATTER", 0)
+    of = partial(clipped_grad, LOSSES[name], l2_clip_norm=0.5)
+    explained = of().explain(parameters(), tokens()).method
+    assert explained in ("book_keeping", "vmap")
+    assert products(of(), "cpu") == products(of(method=explained), "cpu")
+    assert products(of(), "cuda") == products(of(), "tpu") == products(of(method="ghost"), "cuda")
+    assert products(of(), "cuda") > products(of(method="book_keeping"), "cuda")
+
+
+@pytest.mark.parametrize("mode", ["jvp", "grad", "vmap over parameters", "scan"])
+def test_auto_with_two_platforms_can_be_transformed(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(methods, "_NO_MATTER", 0)
+    p, words = parameters(), tokens()
+
+    def of(method: Any) -> Any:
+        clipped = partial(clipped_grad(LOSSES["scan"], l2_clip_norm=0.5, method=method), p)
+        of_parameters = lambda p: clipped_grad(LOSSES["scan"], l2_clip_norm=0.5, method=method)(p, words)
+        if mode == "jvp":
+            return jax.jit(lambda p: jax.jvp(of_parameters, (p,), (p,))[1])(p)
+        if mode == "grad":
+            return jax.jit(jax.grad(lambda p: sum(jnp.sin(x).sum() for x in jax.tree.leaves(of_parameters(p)))))(p)
+        if mode == "scan":
+            return lax.scan(lambda c, x: (c, clipped(x)), 0, jnp.stack([words, words + 1]))[1]
+        return jax.jit(jax.vmap(of_parameters))(jax.tree.map(lambda x: jnp.stack([x, 1.1 * x]), p))
+
+    assert_close(of("auto"), of("vmap"), 1e-4)

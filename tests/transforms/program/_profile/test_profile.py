@@ -11,11 +11,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 from plurax.ensemble import Ensemble
 from plurax.transforms import vmap
+from plurax.transforms.privacy import DPSGD
 from plurax.transforms.program import Profile, count_layout_ops, profile
 from plurax.transforms.program._ir.cost import flops
 from plurax.transforms.program._ir.hlo import HloProgram
@@ -672,3 +674,13 @@ def test_a_program_that_cannot_be_read_is_refused() -> None:
     for line in ("%x = f32[2]{0} ?(%y)", "%x = (f32[2]{0}, f32[2]{0} tuple(%y)"):
         with pytest.raises(ValueError, match="cannot parse an instruction of a compiled program"):
             HloProgram(f"HloModule m\n\nENTRY %main (y: f32[2]) -> f32[2] {{\n  {line}\n}}\n")
+
+
+def test_a_step_whose_state_holds_a_split_model() -> None:
+    """`DPState` holds a model as arrays and structure, which is no model of the caller."""
+    loss = lambda model, x: jnp.mean(model(x) ** 2)
+    sizes: Any = {"num_examples": 16, "expected_batch_size": 4, "num_steps": 2, "target_delta": 1e-2}
+    dpsgd = DPSGD(loss, optax.sgd(0.1), l2_clip_norm=1.0, noise_multiplier=1.0, **sizes)
+    state = dpsgd.init(nnx.Linear(8, 3, rngs=nnx.Rngs(0)), key=jax.random.key(0))
+    batch = next(iter(dpsgd.batches((jnp.ones((16, 8)),), state)))
+    assert any(row.op == "dot_general" for row in profile(dpsgd.step, state, batch).operations)

@@ -1,0 +1,155 @@
+"""`compile_for`: figures that can be counted by hand, for a CPU and, where the TPU compiler is installed, for TPUs."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from plurax.ensemble import Ensemble, Trainer
+from plurax.transforms import clipped_grad
+from plurax.transforms.privacy import DPSGD
+from plurax.transforms.program import compile_for
+
+HAS_TPU = importlib.util.find_spec("libtpu") is not None
+TARGETS = [
+    "cpu",
+    pytest.param("v5e:2x2", marks=pytest.mark.skipif(not HAS_TPU, reason="the TPU compiler is not installed")),
+]
+
+
+def shape(*axes: int) -> Any:
+    return jax.ShapeDtypeStruct(axes, jnp.float32)
+
+
+def mean_square(model: Any, x: Any) -> Any:
+    return jnp.mean(model(x) ** 2)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_figures_of_a_product(target: str) -> None:
+    report = compile_for(lambda x, w: jnp.tanh(x @ w), target, shape(128, 256), shape(256, 384))
+    assert report.flops == 2 * 128 * 256 * 384 + 128 * 384
+    assert report.arguments == 4 * (128 * 256 + 256 * 384)
+    assert report.outputs == 4 * 128 * 384
+    assert report.peak == report.arguments + report.outputs + report.temporaries
+    assert report.operations[0][:2] == ("dot_general", "")
+    assert report.operations[0].flops == 2 * 128 * 256 * 384
+    assert report.collectives == []
+    assert "no collectives" in str(report)
+    assert (report.fits, report.memory) == ((None, None) if target == "cpu" else (True, 16 * 2**30))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_body_of_a_loop_counts_for_each_iteration(target: str) -> None:
+    def loop(x: Any, w: Any) -> Any:
+        return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+    report = compile_for(loop, target, shape(128, 128), shape(7, 128, 128))
+    products = sum(row.flops for row in report.operations if row.op == "dot_general")
+    assert products == 7 * 2 * 128**3
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_scopes_of_a_module(target: str) -> None:
+    model = nnx.Sequential(nnx.Linear(64, 128, rngs=nnx.Rngs(0)), nnx.Linear(128, 32, rngs=nnx.Rngs(0)))
+    report = compile_for(model, target, shape(16, 64))
+    found = {row.scope: row.flops for row in report.operations if row.op == "dot_general"}
+    assert found == {"layers/0": 2 * 16 * 64 * 128, "layers/1": 2 * 16 * 128 * 32}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_steps_and_clipped_gradients(target: str) -> None:
+    model, x = nnx.Linear(8, 3, rngs=nnx.Rngs(0)), jnp.ones((16, 8))
+    clipped = compile_for(clipped_grad(mean_square, l2_clip_norm=1.0), target, model, x)
+    assert clipped.flops > 2 * 2 * 16 * 8 * 3
+    sizes: Any = {"num_examples": 16, "expected_batch_size": 4, "num_steps": 2, "target_delta": 1e-2}
+    dpsgd = DPSGD(mean_square, optax.sgd(0.1), l2_clip_norm=1.0, noise_multiplier=1.0, **sizes)
+    state = dpsgd.init(model, key=jax.random.key(0))
+    batch = next(iter(dpsgd.batches((x,), state)))
+    assert compile_for(dpsgd.step, target, state, batch).flops > 0
+    trainer = Trainer(mean_square, optax.adam(1e-3))
+    members = trainer.init(Ensemble.create(lambda rngs: nnx.Linear(8, 3, rngs=rngs), 4, seed=0))
+    assert compile_for(trainer.step, target, members, x).arguments > 4 * 3 * 4 * (8 * 3 + 3)
+
+
+COLLECTIVES = """
+import sys
+import jax, jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from plurax.transforms.program import compile_for
+
+shape = lambda *axes: jax.ShapeDtypeStruct(axes, jnp.float32)
+gradient = jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w)))
+mesh = {"data": 4}
+report = compile_for(gradient, sys.argv[1], shape(128, 64), shape(256, 128), mesh=mesh, shardings=(None, P("data")))
+assert report.devices == 4
+assert report.arguments == 4 * (128 * 64 + 64 * 128), report.arguments
+assert [tuple(x) for x in report.collectives] == [("all-reduce", 1, 4 * 128 * 64)], report.collectives
+apart = compile_for(lambda x: jnp.tanh(x), sys.argv[1], shape(256, 128), mesh=mesh, shardings=[{"x": P("data")}["x"]])
+assert apart.collectives == []
+"""
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_collectives_over_a_mesh(target: str) -> None:
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", COLLECTIVES, target], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not HAS_TPU, reason="the TPU compiler is not installed")
+def test_a_program_that_does_not_fit() -> None:
+    def large(x: Any) -> Any:
+        return jnp.sum(jnp.sin(x[:, None] * x[None]).cumsum(0).cumsum(1) @ x)
+
+    report = compile_for(large, "v5e:2x2", shape(80_000))
+    assert report.fits is False
+    assert report.temporaries > 16 * 2**30
+    assert "does not fit" in str(report)
+
+
+@pytest.mark.skipif(not HAS_TPU, reason="the TPU compiler is not installed")
+def test_a_lower_bound_on_the_time() -> None:
+    report = compile_for(lambda x: x @ x, "v5e:2x2", shape(4096, 4096))
+    assert report.least_seconds == pytest.approx(2 * 4096**3 / 197e12)
+    moved = compile_for(lambda x: x + 1, "v5e:2x2", shape(4096, 4096))
+    assert moved.least_seconds == pytest.approx(2 * 4 * 4096**2 / 819e9)
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "message"),
+    [
+        ("h200", {}, r"no public way to compile for a GPU that is not here"),
+        ("abacus", {}, r"target must be a TPU slice .* or a platform of this process, but got 'abacus'"),
+        ("cpu", {"mesh": {"data": 4096}}, r"has 4096 devices, but cpu has"),
+        ("cpu", {"mesh": {"data": 0}}, r"mesh\['data'\] must be"),
+        ("cpu", {"shardings": (P(),)}, r"shardings must be one entry for each of the 1 arguments, with a mesh"),
+        ("cpu", {"shardings": (), "mesh": {"data": 1}}, r"shardings must be one entry for each of the 1 arguments"),
+    ],
+)
+def test_refusals(target: str, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        compile_for(jnp.tanh, target, shape(3), **options)
+
+
+def test_a_missing_plugin_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        ModuleNotFoundError, match=r"needs the TPU compiler; install it with pip install 'plurax\[tpu\]'"
+    ):
+        compile_for(jnp.tanh, "v5e:4x4", shape(3))
+
+
+def test_a_target_of_another_type() -> None:
+    bad: Any = 3
+    with pytest.raises(TypeError, match='target must be a string such as "v5e:4x4"'):
+        compile_for(jnp.tanh, bad, shape(3))
