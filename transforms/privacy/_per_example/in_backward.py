@@ -162,7 +162,7 @@ def _adds_alone(uses: Sequence[ParameterUse], n: int) -> bool:
 def _product_with_table(uses: Sequence[ParameterUse], group: Sequence[int]) -> int | None:
     """Return the only product in a group of uses of one table, all others of which are lookups before it; or None."""
     products = [n for n in group if not takes_rows(uses[n])]
-    if len(products) != 1 or products[0] != max(group) or any(uses[n].loops for n in group):
+    if len(products) != 1 or products[0] != max(group) or any(uses[n].loops or not uses[n].aval.size for n in group):
         return None
     (product,) = products
     if uses[product].eqn.primitive.name != "dot_general" or not _adds_alone(uses, product):
@@ -187,7 +187,7 @@ def _rows_read(lookup: ParameterUse) -> tuple[int, int]:
 
 def _dtype(use: ParameterUse) -> Any:
     """Return the dtype of the squared norms at a use."""
-    return wide(jnp.result_type(*use.dtypes()))
+    return wide(max(use.dtypes(), key=lambda dtype: dtype.itemsize))
 
 
 def _norms(form: GradientForm, summed: GradientForm, rows: Sequence[jax.Array], use: ParameterUse) -> list[jax.Array]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -13,12 +13,12 @@ from jax import lax
 from ..._calls.explicit_sharding import divided_as
 from ..._core.compat import varying, varying_axes
 from ..._core.jaxpr import evaluate, interpret
-from .gradient_forms import Dense, GradientForm, OuterProduct, RowSparse, merged, rounding, wide
+from .gradient_forms import Dense, GradientForm, OuterProduct, RowSparse, merged, rounding, wide, widened
 from .in_backward import InBackward, has_linear_backward, in_backward
 from .loss import ExampleProgram
 from .parameter_uses import sharing
 from .perturbations import Perturbations, Records, operands, run_perturbed, zero_perturbations
-from .rules import forms_at
+from .rules import forms_at, has_rule
 
 
 class ExampleGradients:
@@ -141,7 +141,7 @@ class ExampleGradients:
             for lookup, found in zip(lookups, at_rows, strict=True):
                 form = self._at_uses[lookup]
                 assert isinstance(form, RowSparse)
-                total = total + 2 * (found * form.right[:, 0]).sum((1, 2))
+                total = total + 2 * (found * widened(form.right)[:, 0]).sum((1, 2))
         return jnp.maximum(total, 0)  # if terms cancel, a rounding error of either sign remains
 
     def _entry(self, n: int, k: int) -> jax.Array:
@@ -172,7 +172,9 @@ class ExampleGradients:
         # half precision than in the first.
         grown = [form.eps() / 2 for form in self._forms.values() if isinstance(form, OuterProduct)]
         if twice:
-            grown += [2 * float(jnp.finfo(dtype).eps) for use in self._uses for dtype in use.dtypes()]
+            # Gradients have the dtype of the results by a rule, and that of the operand by the operation's derivative.
+            rounded = [use.dtypes()[1 if has_rule(use) else 0 :] for use in self._uses]
+            grown += [2 * float(jnp.finfo(dtype).eps) for dtypes in rounded for dtype in dtypes]
         return norms * (1 + max(grown)) if grown and max(grown) > 4 * eps else norms
 
     def forms_summed(self, inside: InBackward | None = None) -> dict[int, GradientForm | None]:
@@ -217,10 +219,21 @@ class ExampleGradients:
           dtype: as for `weighted_sum`.
         """
         assert self._inside is not None
+        at_uses = partial(self._sum_at_uses, examples, weights, dtype)
         as_parameters = all(wide(x.dtype, dtype) == x.dtype for x in self._parameters)
-        if not self._keeps and as_parameters and not self.held and has_linear_backward(self._plan):
-            return self._ordinary_gradient(examples, weights)
-        # Otherwise each rule weights the gradient at its use, so that cotangents are rounded as in the first pass.
+        if self._keeps or not as_parameters or self.held or not has_linear_backward(self._plan):
+            return at_uses()
+        ordinary = partial(self._ordinary_gradient, examples, weights)
+        # On a CPU, sums by rules are quicker for convolutions, which besides are slow in a `cond`, and for forms that
+        # the first pass has.
+        convolved = any(use.eqn.primitive.name == "conv_general_dilated" for use in self._uses)
+        if convolved or any(not isinstance(form, RowSparse) for form in self._forms.values()):
+            return lax.platform_dependent(cpu=at_uses, default=ordinary)
+        return ordinary()
+
+    def _sum_at_uses(self, examples: Sequence[Any], weights: jax.Array, dtype: Any) -> list[jax.Array]:
+        """Weight the gradient at each use, so that cotangents are rounded as in the first pass."""
+        assert self._inside is not None
         given, pull = self._wide_operands(self._inside.uses | self._forms.keys(), dtype)
         zeros = {n: [varying(jnp.zeros_like(given[n]), varying_axes(given[n]))] for n in self._inside.uses}
         _, _, _, cotangents = self._backward(examples, zeros, self._inside._replace(lookups={}), weights)
@@ -231,21 +244,18 @@ class ExampleGradients:
     def _ordinary_gradient(self, examples: Sequence[Any], weights: jax.Array) -> list[jax.Array]:
         """Return the gradient of the weighted loss, zero if no example has a weight."""
 
-        def losses(parameters: list[Any]) -> Any:
-            def of_example(example: list[Any]) -> Any:
-                args = [*parameters, *example, jnp.zeros((), jnp.float32)]
-                closed = self._plan.closed
-                outputs = interpret(closed.jaxpr, closed.consts, args, lambda eqn, values: evaluate(eqn, *values))
-                return jax.tree.unflatten(self._program.treedef, outputs)[0]
-
-            return jax.vmap(of_example, spmd_axis_name=self._spmd)(list(examples))
+        def of_example(parameters: list[Any], example: list[Any]) -> jax.Array:
+            closed, args = self._plan.closed, [*parameters, *example, jnp.zeros((), jnp.float32)]
+            outputs = interpret(closed.jaxpr, closed.consts, args, lambda eqn, values: evaluate(eqn, *values))
+            return jax.tree.unflatten(self._program.treedef, outputs)[0]
 
         def summed() -> list[jax.Array]:
-            values, pull = jax.vjp(losses, self._parameters)
+            mapped = jax.vmap(of_example, (None, 0), spmd_axis_name=self._spmd)
+            values, pull = jax.vjp(lambda parameters: mapped(parameters, list(examples)), self._parameters)
             return pull(weights.astype(values.dtype))[0]
 
-        # Besides, XLA does not merge operations inside a `cond` with those of the first pass (by CSE): a zero that both
-        # passes scatter into would otherwise be written early, and kept.
+        # XLA does not merge operations inside a `cond` with those of the first pass (by CSE): a zero that both passes
+        # scatter into would otherwise be written early, and kept.
         zeros = [jnp.zeros_like(x) for x in self._parameters]
         return lax.cond((weights != 0).any(), summed, lambda: zeros)
 
