@@ -5,9 +5,12 @@ import importlib
 import json
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 from PIL import Image
 
@@ -262,3 +265,19 @@ def test_available_peers_are_installed(monkeypatch, capsys):
     monkeypatch.setattr(peers, "install", lambda *_: False)
     with pytest.raises(SystemExit, match="the extras that the benchmarks need could not be installed"):
         peers.main()
+
+
+@pytest.mark.parametrize("form", ["layers in a list", "list, each layer rematerialised", "scan, rematerialised"])
+def test_the_losses_that_are_compiled_for_accelerators(form):
+    of = module("accelerators")
+    shape = lambda *axes: jax.ShapeDtypeStruct(axes, jnp.float32)
+    layers = of.layers(2, 64, form.startswith("scan"))
+    p = {"table": shape(11, 64), "positions": shape(7, 64), "norm": (shape(64), shape(64)), "layers": layers}
+    tokens = jax.ShapeDtypeStruct((3, 8), jnp.int32)
+    for fun in of.gradients(partial(of.language_model, form=form)).values():
+        assert jax.tree.map(jnp.shape, jax.eval_shape(fun, p, tokens)) == jax.tree.map(jnp.shape, p)
+    stacked = of.layers(2, 64, True)
+    for fun in of.gradients(of.stack).values():
+        assert jax.tree.map(jnp.shape, jax.eval_shape(fun, stacked, shape(3, 5, 64))) == jax.tree.map(
+            jnp.shape, stacked
+        )
