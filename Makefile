@@ -5,6 +5,7 @@ PORT ?= 8000
 PYTEST_ARGS ?=
 
 BIN := .venv/bin
+comma := ,
 READY := .venv/.ready
 PEERS := .venv/.peers
 MINDSPORE := .venv-mindspore
@@ -93,7 +94,7 @@ bench-mindspore: $(PEERS) $(MINDSPORE)/.ready
 
 .venv-tpu/.ready .venv-cuda/.ready: .venv-%/.ready: pyproject.toml
 	@$(PYTHON) -m venv .venv-$*
-	@.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --editable '.$(if $(filter tpu,$*),[tpu])' pytest
+	@.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[privacy$(if $(filter tpu,$*),$(comma)tpu)]' pytest
 	@test $* = tpu || .venv-cuda/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	"jax-cuda12-plugin==$$(.venv-cuda/bin/python -c 'import jax; print(jax.__version__)')" \
 	"jax-cuda12-pjrt==$$(.venv-cuda/bin/python -c 'import jax; print(jax.__version__)')"
