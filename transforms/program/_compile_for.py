@@ -265,7 +265,7 @@ def _devices_of(target: str) -> list[Any]:
     try:
         return list(jax.devices(target))
     except RuntimeError as error:
-        known = f"a TPU slice ({', '.join(f'{name}:4x4' for name in _CHIPS)}) or a platform of this process"
+        known = f'a TPU slice such as "v5e:4x4" (of {", ".join(_CHIPS)}) or a platform of this process'
         gpu = re.fullmatch(r"gpu|cuda|rocm|[abh]\d{2,3}.*", target, re.IGNORECASE)
         why = (
             "; JAX has no public way to compile for a GPU that is not here (jax issues 23971 and 28376)" if gpu else ""

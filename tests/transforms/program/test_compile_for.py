@@ -94,7 +94,7 @@ report = compile_for(gradient, sys.argv[1], shape(128, 64), shape(256, 128), mes
 assert report.devices == 4
 assert report.arguments == 4 * (128 * 64 + 64 * 128), report.arguments
 assert [tuple(x) for x in report.collectives] == [("all-reduce", 1, 4 * 128 * 64)], report.collectives
-apart = compile_for(lambda x: jnp.tanh(x), sys.argv[1], shape(256, 128), mesh=mesh, shardings=[{"x": P("data")}["x"]])
+apart = compile_for(lambda x: jnp.tanh(x), sys.argv[1], shape(256, 128), mesh=mesh, shardings=(P("data"),))
 assert apart.collectives == []
 """
 

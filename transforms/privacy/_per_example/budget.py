@@ -44,7 +44,9 @@ class _Needs:
             for (method, n, *_), (need, _) in self.found.items()
             if method == choice.method and n > choice.examples
         ]
-        return all(need == math.inf or need * choice.examples / n <= 2 * self.budget for n, need in known)
+        return choice.examples == 1 or all(
+            need == math.inf or need * choice.examples / n <= 2 * self.budget for n, need in known
+        )
 
 
 def within_budget(
@@ -74,22 +76,23 @@ def within_budget(
       UserWarning: as `warn_if_repeated`.
     """
     needs = _Needs(api, compute, budget)
+    allowed = {*methods, "mixed"} if {"ghost", "book_keeping"} <= {*methods} else {*methods}
     alone = jax.default_backend() == "cpu" and jax.device_count() == 1 and spmd_axis_name is None
-    choices = _on_cpu(program, size) if alone else _on_accelerator(program, size, spmd_axis_name, needs)
-    allowed = {*methods, *(["mixed"] if {"ghost", "book_keeping"} <= {*methods} else [])}
+    choices = _on_cpu(program, size) if alone else _on_accelerator(program, size, spmd_axis_name, needs, allowed)
     for choice in choices:
         if choice.method in allowed and needs.may_fit(choice) and needs.of(choice) <= budget:
             needed, repeated = needs.found[choice]
             words = f'method="{choice.method}", {choice.examples} of {size} examples at a time'
             warn_if_repeated(api, budget, int(needed), words, repeated)
             return choice._replace(why=f"{in_words(int(needed))} of temporaries fit into {in_words(budget)}")
-    one = MethodChoice("vmap", 1, "one example at a time")
-    if not math.isfinite(needs.of(one)):  # the caller will raise the error
-        return one
-    least = min(needs.found, key=lambda choice: needs.found[choice][0])
-    found = f"{in_words(int(needs.of(least)))}, for {least.examples} of {size} examples at a time"
+    found = {choice: needed for choice, (needed, _) in needs.found.items() if math.isfinite(needed)}
+    if not found:  # JAX can trace none of them: one example at a time, as without a budget
+        return MethodChoice("vmap", 1, "one example at a time")
+    least = min(found, key=found.__getitem__)
+    smallest = f"{in_words(int(found[least]))}, for {least.examples} of {size} examples at a time"
     raise ValueError(
-        f"{api}: no method fits into memory_budget={in_words(budget)}: the smallest found is {found}; raise the budget."
+        f"{api}: no method fits into memory_budget={in_words(budget)}: the smallest found is {smallest}; "
+        "raise the budget."
     )
 
 
@@ -99,15 +102,16 @@ def _on_cpu(program: ExampleProgram, size: int) -> Iterator[MethodChoice]:
 
 
 def _on_accelerator(
-    program: ExampleProgram, size: int, spmd_axis_name: str | None, needs: _Needs
+    program: ExampleProgram, size: int, spmd_axis_name: str | None, needs: _Needs, allowed: set[str]
 ) -> Iterator[MethodChoice]:
     """Yield the choices for an accelerator or several devices, the quickest first: large groups before small ones."""
-    yield MethodChoice("book_keeping", size, "")
-    ghost = MethodChoice("ghost", size, "")
-    if not program.refusal and needs.of(ghost) <= needs.budget:
-        yield from _mixed(sorted(in_backward(program.plan, spmd_axis_name).uses), size, needs)
     for n in (n for n in range(size, 0, -1) if size % n == 0):
-        yield from (MethodChoice(method, n, "") for method in ("ghost", "vmap"))
+        yield MethodChoice("book_keeping", n, "")
+        ghost = MethodChoice("ghost", n, "")
+        if n == size and "mixed" in allowed and not program.refusal and needs.of(ghost) <= needs.budget:
+            yield from _mixed(sorted(in_backward(program.plan, spmd_axis_name).uses), size, needs)
+        yield ghost
+        yield MethodChoice("vmap", n, "")
 
 
 def _mixed(uses: list[int], size: int, needs: _Needs) -> Iterator[MethodChoice]:

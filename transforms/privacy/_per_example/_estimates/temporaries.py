@@ -5,6 +5,7 @@ They decide for "auto" on accelerators, where the memory of a program is known o
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -50,14 +51,14 @@ def ordinary_bytes(program: ExampleProgram) -> int:
 
     def kept_for(variable: Any) -> int:
         """Return the bytes to keep for a value, beyond those that were counted before."""
-        alone, found, open_ = _bytes(aval(variable)), 0, [variable]
-        while open_:
-            one = open_.pop()
+        alone, found, pending = _bytes(aval(variable)), 0, [variable]
+        while pending:
+            one = pending.pop()
             if isinstance(one, Literal) or one in counted or one not in sources:  # arguments are no temporaries
                 continue
             counted.add(one)
             if sources[one].primitive.name in _RECOMPUTED:
-                open_ += sources[one].invars
+                pending += sources[one].invars
             else:
                 found += _bytes(aval(one))
         return min(alone, found)
@@ -82,9 +83,7 @@ def _added_at(use: ParameterUse, program: ExampleProgram) -> int:
     if use.value.layout is None:
         return sum(program.parameters[i].nbytes for i in use.value.leaves)
     numbers = norm_cost(use)[1]
-    loops = 1
-    for loop in use.loops:
-        loops *= loop.length
+    loops = math.prod(loop.length for loop in use.loops)
     cotangent = loops * sum(aval(out).size for out in use.eqn.outvars if jnp.issubdtype(aval(out).dtype, jnp.inexact))
     if not any(eqn.primitive.name in REMAT for eqn in use.within):
         numbers = min(numbers, cotangent)  # an ordinary gradient keeps the activations too
