@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..._calls.explicit_sharding import divided_as
+from ..._convolutions.as_products import has_convolution
 from ..._core.compat import varying, varying_axes
 from ..._core.jaxpr import evaluate, interpret
 from .gradient_forms import Dense, GradientForm, OuterProduct, RowSparse, merged, rounding, wide, widened
@@ -226,7 +227,7 @@ class ExampleGradients:
         ordinary = partial(self._ordinary_gradient, examples, weights)
         # On a CPU, sums by rules are quicker for convolutions, which besides are slow in a `cond`, and for forms that
         # the first pass has.
-        convolved = any(use.eqn.primitive.name == "conv_general_dilated" for use in self._uses)
+        convolved = has_convolution(self._plan.closed.jaxpr)
         if convolved or any(not isinstance(form, RowSparse) for form in self._forms.values()):
             return lax.platform_dependent(cpu=at_uses, default=ordinary)
         return ordinary()
