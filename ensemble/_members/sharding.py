@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ...transforms._core.arguments import describe
@@ -37,19 +37,22 @@ class Layout:
       mesh: a mesh with an axis `ensemble` and, optionally, an axis `data`.
     """
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
 
     @classmethod
     def of(cls, api: str, mesh: Any) -> Layout:
         """Return the layout for a mesh of the user; raise if it has other axes than `ensemble` and `data`."""
-        if not isinstance(mesh, Mesh):
+        if not isinstance(mesh, (Mesh, AbstractMesh)):
             expected = 'a jax.sharding.Mesh, such as jax.make_mesh((4,), ("ensemble",))'
             raise TypeError(f"{api}: mesh must be {expected}, but got {describe(mesh)}.")
         if ENSEMBLE not in mesh.axis_names or not set(mesh.axis_names) <= {ENSEMBLE, DATA}:
             expected, names = 'an axis "ensemble" and may have an axis "data"', ", ".join(map(repr, mesh.axis_names))
             raise ValueError(f"{api}: mesh must have {expected}, but its axes are {names}; rename them.")
         # Axes of type Auto: with Explicit axes JAX would check the sharding of each operation of the user's model.
-        return cls(Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names)))
+        auto = (AxisType.Auto,) * len(mesh.axis_names)
+        if isinstance(mesh, AbstractMesh):
+            return cls(AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=auto))
+        return cls(Mesh(mesh.devices, mesh.axis_names, axis_types=auto))
 
     @classmethod
     def local(cls, devices: int) -> Layout:
@@ -98,7 +101,8 @@ class Layout:
 
     @property
     def in_one_process(self) -> bool:
-        return all(device.process_index == jax.process_index() for device in self.mesh.devices.flat)
+        here = jax.process_index()
+        return isinstance(self.mesh, Mesh) and all(x.process_index == here for x in self.mesh.devices.flat)
 
     def padded(self, size: int) -> int:
         """Return the number of rows for `size` members: the next multiple of the number of devices."""
@@ -207,6 +211,12 @@ def move(tree: Any, sharding: Any) -> Any:
 
     def of_leaf(x: Any) -> jax.Array:
         """Return one array with the sharding, moved only if necessary."""
+        if isinstance(getattr(sharding, "mesh", None), AbstractMesh):
+            try:
+                return lax.with_sharding_constraint(jnp.asarray(x), sharding)
+            except TypeError as error:  # not traced
+                how = "trace the call, with jax.eval_shape or program.compile_for, or pass a jax.sharding.Mesh"
+                raise ValueError(f"an AbstractMesh has no devices to place an array on; {how}.") from error
         if isinstance(x, Tracer):
             return jax.device_put(x, sharding)
         if isinstance(x, jax.Array) and x.sharding == sharding:

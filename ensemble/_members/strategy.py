@@ -26,7 +26,7 @@ from .rows import where_rows
 Strategy = Literal["auto", "vmap", "map", "unroll", "loop"]
 
 # Convolutions with results of at most this many bytes are batched by the rule for training steps.
-_SMALL = 1 << 17
+_SMALL = {"cpu": 1 << 17, "gpu": 1 << 25}
 
 
 class Execution(NamedTuple):
@@ -194,10 +194,17 @@ def by_rule(jaxpr: Jaxpr, platform: str) -> Execution:
     matrix products. As products, convolutions of small arrays are batched; larger ones would not stay in the caches, so
     one member follows another. For thirteen convolutional networks on two cores, this took up to 1.4 times as long as
     the fastest way, and one member after another without products up to 19 times.
+
+    On a GPU, batched weights become grouped convolutions, which are slow in cuDNN (PyTorch issues 70954 and 73764), and
+    gradients of strided ones have 2.7 times the operations. As products they have those of one member after another, in
+    as few kernels as batched ones. If the arrays of a member are large, its kernels take longer than their start; one
+    member after another then needs the fewest bytes and the least memory (benchmarks/accelerators.md; not timed).
     """
-    largest = largest_convolution(jaxpr) if platform == "cpu" else 0
+    largest = largest_convolution(jaxpr) if platform in _SMALL else 0
     if not largest:
         return Execution("vmap")
+    if platform == "gpu" and largest > _SMALL[platform]:
+        return Execution("map")
     if largest == inf:  # some are not rewritten, and would be slow in a compiled loop
         return Execution("loop")
-    return Execution("vmap" if largest <= _SMALL else "map", products=True)
+    return Execution("vmap" if largest <= _SMALL[platform] else "map", products=True)

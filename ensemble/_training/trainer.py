@@ -81,7 +81,8 @@ class Trainer:
         only its own members. With an axis "data", every array of the batch is split too, along its first axis that does
         not index members; losses, gradients and other reported scalars are averaged over the parts. Therefore the loss
         must be a mean over the examples. The first batch is checked for this, unless the loss draws random numbers.
-        A mesh may span several processes, each of which passes the same batches. "loop" is executed as "unroll".
+        A mesh may span several processes, each of which passes the same batches. "loop" is executed as "unroll". With a
+        `jax.sharding.AbstractMesh`, calls can only be traced, as for `program.compile_for`.
       tune_seconds: how long the steps that "auto" takes with slower candidates may take in total beyond the time of the
         same steps with the best, in seconds. 0 tries nothing.
       tune_cache: a directory in which "auto" stores what it has found, so that the next process starts with the fastest

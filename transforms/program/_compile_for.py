@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._core.arguments import check_callable, check_count, describe
 from .._core.memory import in_words
@@ -159,7 +160,7 @@ def compile_for(
     fun: Callable[..., Any],
     target: str,
     *args: Any,
-    mesh: Mapping[str, int] | None = None,
+    mesh: Mapping[str, int] | AbstractMesh | None = None,
     shardings: Any = None,
 ) -> CompileReport:
     """Compile a call for another device, and report its memory, operations and collectives. Nothing is run.
@@ -169,10 +170,12 @@ def compile_for(
       target: a TPU slice such as "v5e:4x4" or "v6e:16x16" (generation and topology), or a platform that this process
         has, such as "cpu".
       *args: its arguments: arrays, `jax.ShapeDtypeStruct`s, pytrees of them, or modules.
-      mesh: the names and sizes of the mesh axes, such as `{"data": 16, "model": 16}`; their product is at most the
-        number of devices of the target. None for one device.
-      shardings: for each argument, a `PartitionSpec` or None (a copy on each device), or a pytree of them that is a
-        prefix of the argument. None if all arguments are copies.
+      mesh: the names and sizes of the mesh axes, such as `{"data": 16, "model": 16}`, or a `jax.sharding.AbstractMesh`,
+        whose axes may be explicit; the product of the sizes is at most the number of devices of the target. It is the
+        mesh of `jax.set_mesh` while `fun` is traced. None for one device.
+      shardings: for each argument, a `PartitionSpec`, None (a copy on each device), a function that returns one of the
+        two for an array, such as `lambda x: P("ensemble") if x.ndim else None`, or a pytree of them that is a prefix of
+        the argument (a module has no parts). None if all arguments are copies.
 
     Returns:
       A `CompileReport`. `fits` is False if the program needs more memory than a device has.
@@ -204,7 +207,8 @@ def compile_for(
         raise ValueError(f"compile_for: {wanted}, but got {describe(shardings)}; pass mesh= and a tuple.")
     owner, function = bound_model(fun)
     refuse_shared_state("compile_for", fun, owner, args, {})
-    with module_scopes(), names_in_cache_key():
+    context = contextlib.nullcontext() if mesh is None else jax.set_mesh(grid)
+    with module_scopes(), names_in_cache_key(), context:
         parts, call = as_arrays(fun, owner, function, args)
         specs = [_spread(spec, part) for spec, part in zip(shardings or [None] * len(args), parts[1], strict=True)]
         every = [*_spread(None, parts[0]), *itertools.chain(*specs)]
@@ -237,7 +241,7 @@ def _spread(specs: Any, argument: Any) -> list[PartitionSpec]:
     """Return the specification of each leaf of an argument, given a pytree of them that is a prefix of it."""
 
     def of_part(spec: Any, part: Any) -> list[PartitionSpec]:
-        return [spec or PartitionSpec()] * len(jax.tree.leaves(part))
+        return [(spec(x) if callable(spec) else spec) or PartitionSpec() for x in jax.tree.leaves(part)]
 
     found = jax.tree.map(of_part, specs, argument, is_leaf=lambda x: x is None or isinstance(x, PartitionSpec))
     return jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, PartitionSpec))
@@ -280,9 +284,10 @@ def _has_tpu_compiler() -> bool:
     return find_spec("libtpu") is not None
 
 
-def _mesh_of(devices: Sequence[Any], target: str, mesh: Mapping[str, int] | None) -> Mesh:
+def _mesh_of(devices: Sequence[Any], target: str, mesh: Mapping[str, int] | AbstractMesh | None) -> Mesh:
     """Return the mesh of the devices that are used."""
-    axes = dict(mesh or {"one": 1})
+    axes: dict[Any, int] = dict(mesh.shape if isinstance(mesh, AbstractMesh) else mesh or {"one": 1})
+    types = mesh.axis_types if isinstance(mesh, AbstractMesh) else (AxisType.Auto,) * len(axes)
     for name, size in axes.items():
         check_count("compile_for", f"mesh[{name!r}]", size)
     size = math.prod(axes.values())
@@ -290,7 +295,7 @@ def _mesh_of(devices: Sequence[Any], target: str, mesh: Mapping[str, int] | None
         raise ValueError(
             f"compile_for: mesh={axes} has {size} devices, but {target} has {len(devices)}; make it smaller."
         )
-    return Mesh(np.array(devices[:size]).reshape(*axes.values()), tuple(axes))
+    return Mesh(np.array(devices[:size]).reshape(*axes.values()), tuple(axes), axis_types=types)
 
 
 def report_of(target: str, devices: int, compiled: Any, chip: _Chip | None) -> CompileReport:

@@ -83,8 +83,10 @@ def test_steps_and_clipped_gradients(target: str) -> None:
 
 COLLECTIVES = """
 import sys
-import jax, jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
+import jax, jax.numpy as jnp, optax
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
+from plurax.ensemble import Ensemble, Trainer
 from plurax.transforms.program import compile_for
 
 shape = lambda *axes: jax.ShapeDtypeStruct(axes, jnp.float32)
@@ -96,6 +98,30 @@ assert report.arguments == 4 * (128 * 64 + 64 * 128), report.arguments
 assert [tuple(x) for x in report.collectives] == [("all-reduce", 1, 4 * 128 * 64)], report.collectives
 apart = compile_for(lambda x: jnp.tanh(x), sys.argv[1], shape(256, 128), mesh=mesh, shardings=(P("data"),))
 assert apart.collectives == []
+
+# The mesh is set while a function is traced: shard_map, constraints, and explicit axes.
+specs = {"in_specs": P("data"), "out_specs": P(), "check_vma": False}
+whole = jax.shard_map(lambda x: jax.lax.all_gather(x, "data", tiled=True), **specs)
+gathered = compile_for(whole, sys.argv[1], shape(256, 128), mesh=mesh, shardings=(P("data"),))
+assert [tuple(x) for x in gathered.collectives] == [("all-gather", 1, 4 * 256 * 128)], gathered.collectives
+for one in (mesh, AbstractMesh((4,), ("data",), axis_types=(AxisType.Explicit,))):
+    place = jax.lax.with_sharding_constraint if one is mesh else jax.sharding.reshard
+    copied = lambda x: jnp.tanh(place(x, P()))
+    found = compile_for(copied, sys.argv[1], shape(256, 128), mesh=one, shardings=(P("data"),))
+    assert sum(x.bytes for x in found.collectives) == 4 * 256 * 128, found.collectives
+    assert found.outputs == 4 * 256 * 128
+
+# Members on devices that are not here exchange nothing; parts of a batch exchange gradients and the loss.
+def loss(model, x):
+    return jnp.mean(model(x) ** 2)
+
+for axes, numbers in (({"ensemble": 4}, 0), ({"ensemble": 2, "data": 2}, 4 * (64 * 3 + 3 + 1))):
+    trainer = Trainer(loss, optax.adam(1e-3), mesh=AbstractMesh(tuple(axes.values()), tuple(axes)))
+    create = lambda: Ensemble.create(lambda rngs: nnx.Linear(64, 3, rngs=rngs), 4 * axes["ensemble"], seed=0)
+    state = jax.eval_shape(lambda: trainer.init(create()))
+    shardings = lambda x: P("ensemble") if x.ndim else None, P("data") if "data" in axes else None
+    found = compile_for(trainer.step, sys.argv[1], state, shape(32, 64), mesh=axes, shardings=shardings)
+    assert sum(x.bytes for x in found.collectives) == 4 * numbers, found.collectives
 """
 
 

@@ -115,8 +115,13 @@ def _operand(program: HloProgram, instruction: Instruction, i: int) -> Array:
 def _of_convolution(program: HloProgram, instruction: Instruction) -> int:
     """Return two flops for each product of an input element and a kernel element; padding does not count."""
     left, kernel = (_operand(program, instruction, i) for i in range(2))
+    out = instruction.results[0]  # a second result of cuDNN is its workspace
+    # A gradient by cuDNN has the window and the labels of the convolution that it is a gradient of.
+    if 'custom_call_target="__cudnn$convBackwardInput"' in instruction.rest:
+        left, out = out, left
+    elif 'custom_call_target="__cudnn$convBackwardFilter"' in instruction.rest:
+        kernel, out = out, kernel
     names, kernel_names, out_names = instruction.attribute("dim_labels").replace("->", "_").split("_")
-    (out,) = instruction.results
     total = 2 * out.shape[out_names.index("b")] * out.shape[out_names.index("f")]
     total *= kernel.shape[kernel_names.index("i")]
     ndim = sum(x.isdigit() for x in names)

@@ -62,6 +62,8 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[jax.Array, ...]]] = {
     ),
 }
 
+FORM = ("NHWC", "OHWI", "NHWC")
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_flops_are_those_of_xla(name: str) -> None:
@@ -82,6 +84,28 @@ ENTRY %main (x: f32[3,4], y: f32[4,5]) -> (f32[3,5], s8[8]) {{
 }}
 """
     assert total(HloProgram(text)) == 2 * 3 * 5 * 4
+
+
+@pytest.mark.parametrize("kind", ["Forward", "BackwardInput", "BackwardFilter"])
+def test_library_calls_for_convolutions_count(kind: str) -> None:
+    """A gradient by cuDNN has the window and the labels of the convolution, and as many operations."""
+    image, kernel, out = "f32[2,9,7,3]{3,2,1,0}", "f32[5,3,3,3]{3,2,1,0}", "f32[2,5,4,5]{3,2,1,0}"
+    first, second, result = {
+        "Forward": (image, kernel, out),
+        "BackwardInput": (out, kernel, image),
+        "BackwardFilter": (image, out, kernel),
+    }[kind]
+    settings = "window={size=3x3 stride=2x2 pad=1_1x1_1}, dim_labels=b01f_o01i->b01f"
+    text = f"""HloModule jit_f
+
+ENTRY %main (x: {first[:-9]}, y: {second[:-9]}) -> ({result[:-9]}, u8[8]) {{
+  %x = {first} parameter(0)
+  %y = {second} parameter(1)
+  ROOT %conv = ({result}, u8[8]{{0}}) custom-call(%x, %y), {settings}, custom_call_target="__cudnn$conv{kind}"
+}}
+"""
+    strided = lambda x, w: lax.conv_general_dilated(x, w, (2, 2), ((1, 1), (1, 1)), dimension_numbers=FORM)
+    assert total(HloProgram(text)) == by_xla(strided, ones(2, 9, 7, 3), ones(5, 3, 3, 3))
 
 
 def test_a_product_reads_and_writes_each_array_once() -> None:

@@ -1,0 +1,75 @@
+"""The execution that "auto" starts with, by the platform that a step is compiled for."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+from plurax.ensemble import Ensemble, Execution, Trainer
+from plurax.ensemble._members.strategy import by_rule
+
+
+class Net(nnx.Module):
+    """A convolution and a layer."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.conv = nnx.Conv(1, 4, (3, 3), strides=(2, 2), rngs=rngs)
+        self.out = nnx.Linear(4, 3, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.out(nnx.relu(self.conv(x)).mean((1, 2)))
+
+
+def loss(model: Any, x: Any) -> Any:
+    return jnp.mean(model(x) ** 2)
+
+
+def program(*shape: int, taps: int = 3) -> Any:
+    """Return the program of the gradients of a convolution."""
+    form = ("NHWC", "HWIO", "NHWC")
+    convolved = lambda w, x: jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=form).sum()
+    kernel = jax.ShapeDtypeStruct((taps, taps, shape[-1], 8), jnp.float32)
+    return jax.make_jaxpr(jax.grad(convolved))(kernel, jax.ShapeDtypeStruct(shape, jnp.float32)).jaxpr
+
+
+MEMBER_BY_MEMBER = Execution("map")
+PRODUCTS, PRODUCTS_IN_TURN = Execution("vmap", products=True), Execution("map", products=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "platform", "expected"),
+    [
+        ((4, 28, 28, 1), "cpu", PRODUCTS),
+        ((64, 28, 28, 1), "cpu", PRODUCTS_IN_TURN),
+        ((64, 28, 28, 1), "gpu", PRODUCTS),
+        ((4096, 28, 28, 1), "gpu", MEMBER_BY_MEMBER),
+        ((64, 28, 28, 1), "tpu", Execution("vmap")),
+    ],
+)
+def test_convolutions(shape: tuple[int, ...], platform: str, expected: Execution) -> None:
+    assert by_rule(program(*shape), platform) == expected
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_without_convolutions(platform: str) -> None:
+    assert by_rule(jax.make_jaxpr(jnp.matmul)(jnp.ones((2, 3)), jnp.ones((3, 4))).jaxpr, platform) == Execution("vmap")
+
+
+@pytest.mark.parametrize(("platform", "expected"), [("cpu", Execution("loop")), ("gpu", MEMBER_BY_MEMBER)])
+def test_convolutions_that_are_not_rewritten(platform: str, expected: Execution) -> None:
+    assert by_rule(program(2, 28, 28, 1, taps=9), platform) == expected
+
+
+def test_a_traced_step_follows_the_platform_that_it_is_compiled_for() -> None:
+    trainer = Trainer(loss, optax.sgd(0.1))
+    state = trainer.init(Ensemble.create(Net, 3, seed=0))
+    step, x = jax.jit(trainer.step), jnp.ones((5, 8, 8, 1))
+    for platform, convolutions in (("cpu", 6), ("cuda", 6), ("tpu", 2)):  # one for each member, or for all
+        text = step.trace(state, x).lower(lowering_platforms=(platform,)).as_text()
+        assert text.count("stablehlo.convolution") == convolutions
+    found, expected = step(state, x), Trainer(loss, optax.sgd(0.1), strategy="vmap").step(state, x)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert jnp.allclose(a, b, rtol=1e-5, atol=1e-6)
