@@ -218,9 +218,11 @@ def compile_for(
             for leaf, spec in zip(jax.tree.leaves(parts), every, strict=True)
             if isinstance(leaf, _ARRAYS)
         ]
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-        program = jax.jit(call, in_shardings=(Opaque(placed, rest.join),))
-        lowered = program.lower(Opaque(shapes, rest.join))
+        shapes = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+            for x, sharding in zip(arrays, placed, strict=True)
+        ]
+        lowered = jax.jit(call).lower(Opaque(shapes, rest.join))
         chip = _CHIPS.get(target.partition(":")[0])
         try:
             compiled = lowered.compile()

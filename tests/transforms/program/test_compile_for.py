@@ -110,6 +110,8 @@ for one in (mesh, AbstractMesh((4,), ("data",), axis_types=(AxisType.Explicit,))
     found = compile_for(copied, sys.argv[1], shape(256, 128), mesh=one, shardings=(P("data"),))
     assert sum(x.bytes for x in found.collectives) == 4 * 256 * 128, found.collectives
     assert found.outputs == 4 * 256 * 128
+    found = compile_for(jnp.tanh, sys.argv[1], shape(256, 128), mesh=one, shardings=(P("data"),))
+    assert (found.collectives, found.outputs) == ([], 4 * 64 * 128), found
 
 # Members on devices that are not here exchange nothing; parts of a batch exchange gradients and the loss.
 def loss(model, x):

@@ -118,7 +118,16 @@ class UsePlan(NamedTuple):
 
 # Operations that move the elements of their operand and change at most their signs. They are linear maps L with
 # L Lᵀ = 1, so that ‖Lᵀg‖ = ‖g‖: the gradients of the result and of the parameters have the same norm.
-_REARRANGING = frozenset(["copy", "neg", "reshape", "rev", "sharding_constraint", "squeeze", "transpose"])
+_REARRANGING = frozenset(
+    """
+    copy device_put name neg optimization_barrier reshape reshard rev sharding_constraint squeeze transpose
+    """.split()  # noqa: SIM905 (words read better)
+)
+
+
+def of_each(eqn: JaxprEqn) -> bool:
+    """Return whether an operation has several operands, and as its results these operands, unchanged."""
+    return eqn.primitive.name in ("device_put", "optimization_barrier") and len(eqn.invars) > 1
 
 
 def find_uses(closed: ClosedJaxpr, parameters: int) -> UsePlan:
@@ -247,7 +256,7 @@ def _without_gradient(operands: Sequence[Any]) -> Origin:
     return Origin.DATA if changing or Origin.DATA in operands else Origin.CONSTANT
 
 
-def _of_parameters(eqn: JaxprEqn, operands: list[Any], places: list[int], output: int) -> Parameters:
+def _of_parameters(eqn: JaxprEqn, operands: list[Any], places: list[int], output: int) -> Parameters | Origin:
     """Describe an output of an operation on constants and on parameters, the operands at `places`."""
     values: list[Parameters] = [operands[k] for k in places]
     leaves = frozenset[int]().union(*(value.leaves for value in values))
@@ -256,6 +265,11 @@ def _of_parameters(eqn: JaxprEqn, operands: list[Any], places: list[int], output
     # If a parameter occurs twice, both parts of its gradient add up, which changes the norm.
     distinct = sum(len(value.leaves) for value in values) == len(leaves)
     step: Any = None
+    if of_each(eqn):
+        one = operands[output]
+        return (
+            one if one is Origin.CONSTANT or one.layout is None else one._replace(layout=(*one.layout, ("moved", "")))
+        )
     if len(layouts) == len(eqn.invars) == 1:
         step = _moved(eqn) or _part(eqn, output)
     elif len(layouts) == len(eqn.invars) and eqn.primitive.name == "concatenate" and distinct:

@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn
 from ..._core.compat import scan_counts, varying, varying_axes
 from ..._core.jaxpr import REMAT, aval, evaluate, interpret
 from .in_backward import InBackward
-from .parameter_uses import UsePlan, rearrange
+from .parameter_uses import UsePlan, of_each, rearrange
 from .rules import clipped_rows
 
 # Keyed by the number of an operation's first use: one array for each floating-point output.
@@ -165,6 +165,8 @@ def _operands(
             found.update(inside)
             return outputs if eqn.primitive.name == "jit" else unknown
         found.update((n, values[plan.uses[n].operand]) for n in step or [] if n in wanted)
+        if wider and of_each(eqn):  # some of its operands may be unknown
+            return values
         if step or any(value is _UNKNOWN for value in values):
             return unknown
         return (rearrange(eqn, values) or unknown) if wider else evaluate(eqn, *values)

@@ -228,6 +228,85 @@ def explicit_parameters(method: str) -> None:
         assert_close(({}, (norms,)), ({}, (expected[1].grad_norms,)))
 
 
+WIDE = {
+    name: np.sin(np.arange(float(np.prod(shape)))).reshape(shape).astype(np.float32) / 8
+    for name, shape in {"up": (2, 48, 64), "bias": (2, 64), "down": (2, 64, 48)}.items()
+}
+
+
+def layers(params: Any, x: Any, gather: Any = lambda w: w) -> Any:
+    """Return a loss of two rematerialised layers in a scan, whose parameters `gather` may collect."""
+
+    @jax.checkpoint
+    def layer(x: Any, p: Any) -> Any:
+        p = jax.tree.map(gather, p)
+        return x + jnp.tanh(x @ p["up"] + p["bias"]) @ p["down"]
+
+    return jnp.mean(lax.scan(lambda x, p: (layer(x, p), None), x, params)[0] ** 2)
+
+
+def spread_parameters(method: str) -> None:
+    """Parameters over the devices of the examples (FSDP) or over others (tensor parallel).
+
+    Norms are those of whole gradients, sums are spread like the parameters (over automatic axes XLA decides, as for
+    `jax.grad`, unless `jax.jit` is told), and no device holds the gradients of more than one example.
+    """
+    x = np.cos(np.arange(16 * 3 * 48.0)).reshape(16, 3, 48).astype(np.float32)
+    options: dict[str, Any] = {"l2_clip_norm": 0.05, "return_grad_norms": True}
+    expected = jax.jit(clipped_grad(layers, **options, method="vmap"))(WIDE, x)
+    last, inner = P(None, None, "model"), P(None, "model")
+    columns = {"up": P(None, None, "data"), "bias": P(None, "data"), "down": P(None, None, "data")}
+    gathered = lambda w: lax.with_sharding_constraint(w, P())
+    cases: tuple[tuple[Any, Any, Any, AxisType], ...] = (
+        ({"data": 4}, columns, lambda w: w, AxisType.Auto),
+        ({"data": 4}, columns, gathered, AxisType.Auto),
+        ({"data": 4}, columns, gathered, AxisType.Explicit),
+        ({"data": 2, "model": 2}, {"up": last, "bias": inner, "down": inner}, lambda w: w, AxisType.Auto),
+    )
+    for axes, specs, gather, kind in cases:
+        mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
+        with jax.set_mesh(mesh):
+            divided = {name: jax.device_put(w, NamedSharding(mesh, specs[name])) for name, w in WIDE.items()}
+            of = clipped_grad(lambda p, x, gather=gather: layers(p, x, gather), **options, method=method)
+            placed = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+            told = {"out_shardings": (placed, None)} if kind is AxisType.Auto else {}
+            program = jax.jit(of, **told).lower(divided, spread(mesh, x)).compile()
+            found = program(divided, spread(mesh, x))
+        assert_close(found, expected)
+        for name, total in found[0].items():
+            assert total.sharding.is_equivalent_to(placed[name], total.ndim), (axes, name)
+        if method != "vmap":
+            sizes = [
+                np.prod([int(n) for n in dims.split(",")]) for dims in re.findall(r"f32\[([\d,]+)\]", program.as_text())
+            ]
+            assert max(sizes) <= WIDE["up"].size
+
+
+def shard_map_of_gathered_parameters(method: str) -> None:
+    """Each device holds a part of the parameters, collects them for its examples, and keeps its part of the sum."""
+    x = np.cos(np.arange(BATCH * 3 * 48.0)).reshape(BATCH, 3, 48).astype(np.float32)
+    of = clipped_grad(layers, l2_clip_norm=0.05, return_grad_norms=True, method=method)
+
+    def of_some(params: Any, x: Any) -> Any:
+        whole = jax.tree.map(lambda w: lax.all_gather(w, "data", axis=w.ndim - 1, tiled=True), params)
+        sums, aux = of(whole, x)
+        parts = jax.tree.map(lambda g: lax.psum_scatter(g, "data", scatter_dimension=g.ndim - 1, tiled=True), sums)
+        return parts, tuple(aux)
+
+    columns = {"up": P(None, None, "data"), "bias": P(None, "data"), "down": P(None, None, "data")}
+    mapped = jax.shard_map(of_some, mesh=mesh_of(data=4), in_specs=(columns, P("data")), out_specs=(columns, P("data")))
+    found = jax.jit(mapped)(WIDE, x)
+    assert_close(
+        found, jax.jit(clipped_grad(layers, l2_clip_norm=0.05, return_grad_norms=True, method="vmap"))(WIDE, x)
+    )
+    # A loss that collects its parameters itself would mix the gradients of the examples of all devices.
+    inside = lambda p, x: layers(p, x, lambda w: lax.all_gather(w, "data", axis=w.ndim - 1, tiled=True))
+    refused = clipped_grad(inside, l2_clip_norm=0.05, method=method)
+    mapped = jax.shard_map(refused, mesh=mesh_of(data=4), in_specs=(columns, P("data")), out_specs=columns)
+    with pytest.raises(ValueError, match=r"the loss of one example has all_gather\w*, which combines devices"):
+        jax.jit(mapped)(WIDE, x)
+
+
 def explicit_step(method: str) -> None:
     mesh = jax.make_mesh((2, 2), ("data", "model"))
     divided = {name: jax.device_put(x, NamedSharding(mesh, P())) for name, x in PARAMS.items()}
@@ -266,6 +345,8 @@ WAYS: tuple[Callable[[str], None], ...] = (
     explicit_in_parts,
     explicit_parameters,
     explicit_step,
+    spread_parameters,
+    shard_map_of_gathered_parameters,
 )
 
 

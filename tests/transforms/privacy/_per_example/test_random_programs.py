@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from plurax.transforms import clipped_grad
@@ -251,6 +252,9 @@ STEPS: dict[str, Any] = {
     "in groups": in_groups,
     # Data movement and nested transforms.
     "barrier": lambda a, b: lax.optimization_barrier(a.T) @ b,
+    "barrier of both": lambda a, b: jnp.matmul(*lax.optimization_barrier((b, a))),
+    "barrier of two": lambda a, b: lax.optimization_barrier((jnp.tanh(a), a.T))[1] @ b,
+    "named": lambda a, b: checkpoint_name(a, "a") @ checkpoint_name(b, "b"),
     "placed": lambda a, b: jax.device_put(a) @ lax.with_sharding_constraint(b, SingleDeviceSharding(jax.devices()[0])),
     "mapped": lambda a, b: jax.vmap(lambda row, column: row * jnp.sum(column), (0, 1), 1)(a, b),
     "tangent": lambda a, b: jax.jvp(lambda a: jnp.sin(a) @ b, (a,), (b,))[1],
