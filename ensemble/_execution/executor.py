@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from ...transforms._convolutions.as_products import convolutions_as_products
 from ...transforms._core.axes import Axes
 from ...transforms._core.compat import Tracer
+from ...transforms._core.target import device
 from ...transforms._models.hashable import HashablePytree
 from ...transforms._models.stacking import stack
 from ...transforms._runs.source import first_of
@@ -144,8 +145,12 @@ class Executor:
                 return self._member_program.lower(static, member, *last)
             rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((inputs.size, *x.shape), x.dtype), member)
             return self._row_program.lower(static, rows, rows, *last)
-        with within(self._layout_of(execution)):
-            return self._programs[donate].lower(*jax.tree.map(_shape_if_traced, self._arguments(execution, inputs)))
+        layout = self._layout_of(execution)
+        # On a mesh, shardings are in the program; else `compile_for` may compile for another device.
+        place = jax.sharding.SingleDeviceSharding(device()) if device() is not None and layout is None else None
+        with within(layout):
+            arguments = self._arguments(execution, inputs)
+            return self._programs[donate].lower(*jax.tree.map(partial(_shape_if_traced, place=place), arguments))
 
     def _static(self, execution: Execution, inputs: StepInputs) -> tuple[Any, ...]:
         """Return the static argument of the programs; the same object for equal steps in a row, which is quicker."""
@@ -228,8 +233,8 @@ def _in_sequence(
     return state, jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1), metrics)
 
 
-def _shape_if_traced(x: Any) -> Any:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Tracer) else x
+def _shape_if_traced(x: Any, place: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) if isinstance(x, Tracer) else x
 
 
 def _on_device(arguments: Any) -> Any:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax import lax
 from jax.extend.core import Jaxpr
 
 from ...transforms._convolutions.as_products import has_convolution
 from ...transforms._core.axes import Axes, axes_per_argument, mapped_size
 from ...transforms._core.memory import largest_chunk
+from ...transforms._core.target import platform
 from ...transforms._runs.source import Stacked, copied, first_of
 from .._members.sharding import Layout
 from .._members.strategy import Execution, by_rule
@@ -160,22 +160,9 @@ class Stepper:
             found = search if isinstance(search, Search) else self._search_for(inputs, donate, search)
             if isinstance(found, Search):
                 return self._follow(found, inputs, donate, left)
-            if found is None:
-                return self._by_platform(inputs, donate)
             fixed = found
         fixed = self._fitting(inputs, donate, fixed)
         return *self.executor.execute(fixed, inputs, donate), fixed
-
-    def _by_platform(self, inputs: StepInputs, donate: bool) -> tuple[State, dict[str, jax.Array], Execution]:
-        """Take a traced step with the execution of the rule for the platform that it is compiled for."""
-        jaxpr = self.executor.member_program(inputs)
-        names = {"cpu": "cpu", "cuda": "gpu", "rocm": "gpu", "default": "tpu"}
-        rules = {name: self._fitting(inputs, donate, by_rule(jaxpr, platform)) for name, platform in names.items()}
-        here = next((rules[name] for name in names if names[name] == jax.default_backend()), rules["default"])
-        if len(set(rules.values())) == 1:
-            return *self.executor.execute(here, inputs, donate), here
-        steps = {name: partial(self.executor.execute, rule, inputs, donate) for name, rule in rules.items()}
-        return *lax.platform_dependent(**steps), here
 
     def _follow(
         self, search: Search, inputs: StepInputs, donate: bool, left: int | None
@@ -247,20 +234,20 @@ class Stepper:
             chosen = chosen._replace(devices=1)
         return chosen
 
-    def _search_for(self, inputs: StepInputs, donate: bool, earlier: Tuning | None = None) -> Search | Execution | None:
-        """Return the search for a kind of model and batch; an execution where nothing can be tried, None in a trace."""
+    def _search_for(self, inputs: StepInputs, donate: bool, earlier: Tuning | None = None) -> Search | Execution:
+        """Return the search for a kind of model and batch; an execution where nothing can be tried."""
         kind, traced = (donate, inputs.kind), inputs.is_traced
         if kind in self._searches and earlier is None:
             found = self._searches[kind]
             return found.best if traced and isinstance(found, Search) else found
-        if traced:  # nothing can be timed; not stored, so that a later step that is not traced begins a search
-            return None if earlier is None else earlier.chosen
         layout, jaxpr = self.executor.layout, self.executor.member_program(inputs)
-        rule = by_rule(jaxpr, jax.default_backend())
-        # Several processes would measure different times and choose differently.
-        if not self._seconds or not (layout is None or layout.in_one_process):
-            found = self._searches[kind] = rule if earlier is None else earlier.chosen
-            return found
+        rule = by_rule(jaxpr, platform())
+        # Nothing can be timed inside a trace. Several processes would measure different times and choose differently.
+        if traced or not self._seconds or not (layout is None or layout.in_one_process):
+            rule = rule if earlier is None else earlier.chosen
+            if not traced:  # not stored for a traced step, so that a later untraced step begins a search
+                self._searches[kind] = rule
+            return rule
         key = self._fingerprint(jaxpr, inputs, donate)
         where = f"{inputs.size} × {inputs.state._structure!r} on {jax.devices()[0].device_kind}"
         known = earlier or recall(key, self._cache) or Tuning(rule, (), where, 0.0)
@@ -286,7 +273,7 @@ class Stepper:
     def _candidates(self, rule: Execution, convolutions: bool, members: int) -> list[Execution]:
         """Return the executions that may be faster than that of the rule, the most promising first."""
         on_mesh, spread = self.executor.layout is not None, 1
-        if not on_mesh and jax.default_backend() == "cpu":
+        if not on_mesh and platform() == "cpu":
             spread = min(len(jax.local_devices()), members)
         # By what was fastest for networks of several kinds; unrolled programs take the longest to compile.
         ways = ("map", "vmap") if on_mesh else ("loop", "map", "vmap")
@@ -296,7 +283,7 @@ class Stepper:
             found.insert(-1, chunk)
         found.append(rule._replace(strategy="unroll"))
         if convolutions:
-            slow = "map" if jax.default_backend() == "cpu" else None  # XLA is slow at convolutions in a loop there
+            slow = "map" if platform() == "cpu" else None  # XLA is slow at convolutions in a loop there
             found += [Execution(x, products=not rule.products) for x in ways if x != slow]
         return [one for one in dict.fromkeys(found) if one != rule]
 

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from ...transforms._calls.explicit_sharding import divided_alike
 from ...transforms._core.axes import axes_per_argument, broadcast_axes, mapped_size
+from ...transforms._core.target import platform
 from ...transforms._models.hashable import HashablePytree
 from ...transforms._models.mutation import call_with_models, refuse_changes
 from ...transforms._models.split_model import split
@@ -60,7 +61,7 @@ def call_members(
         # The batched program shows whether there is a convolution. If not, the traced program is executed, so that a
         # member is not traced twice.
         batched, out = jax.make_jaxpr(executed("vmap"), return_shape=True)(ens, arrays)
-        if in_turn(batched.jaxpr, jax.default_backend()):
+        if in_turn(batched.jaxpr, platform()):
             return executed("map")(ens, arrays)
         return jax.tree.unflatten(jax.tree.structure(out), jaxpr_as_fun(batched)(*jax.tree.leaves((ens, arrays))))
 

@@ -20,6 +20,7 @@ from ...transforms._calls.chunk import map_in_chunks
 from ...transforms._convolutions.as_products import convolutions_as_products, has_convolution, largest_convolution
 from ...transforms._core.arguments import check_choice, check_count
 from ...transforms._core.axes import Axes, broadcast_axes
+from ...transforms._core.target import platform
 from ...transforms._models.stacking import stack
 from .rows import where_rows
 
@@ -102,7 +103,7 @@ def over_members(
     def in_chunks(*args: Any) -> Any:
         return map_in_chunks(mapped, args, tuple(in_axes), 0, size, chunk)
 
-    if not in_place or jax.default_backend() != "cpu":
+    if not in_place or platform() != "cpu":
         return in_chunks
     return _in_place(mapped(min(chunk, size)), in_chunks, in_axes, size, min(chunk, size))
 

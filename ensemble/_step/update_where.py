@@ -12,6 +12,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from ...transforms._core.jaxpr import evaluate, interpret
 from ...transforms._core.prng import is_key
+from ...transforms._core.target import platform
 
 # The number of arrays that one copy of the condition selects.
 _TOGETHER = 4
@@ -74,7 +75,7 @@ class _Selection:
         """Return the new array if the condition is true, else the old one, in the dtype of the new one."""
         kept = jnp.where(self._takes, new, old if new.dtype == old.dtype else old.astype(new.dtype))
         self._count += 1
-        if self._count % _TOGETHER == 0 and kept.size and not is_key(kept) and jax.default_backend() == "cpu":
+        if self._count % _TOGETHER == 0 and kept.size and not is_key(kept) and platform() == "cpu":
             # Always true, but neither JAX nor XLA knows that.
             first = kept[(0,) * kept.ndim]
             self._takes = self._takes & ((first == first) | (first != first))

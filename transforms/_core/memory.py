@@ -18,6 +18,7 @@ import jax
 
 from .arguments import describe, is_int
 from .compat import NeedsValues, Tracer, is_repeated
+from .target import device
 
 _UNITS = {f"{prefix}b": 1000**i for i, prefix in enumerate(["", "k", "m", "g", "t"])}
 _UNITS |= {f"{prefix}ib": 1024**i for i, prefix in enumerate(["k", "m", "g", "t"], 1)}
@@ -168,7 +169,9 @@ def lower_apart(fun: Callable[[], Any]) -> tuple[Any, list[Tracer]]:
         return jax.core.eval_jaxpr(closed.jaxpr, constants)
 
     avals = [jax.typeof(x) for x in closed.consts if isinstance(x, free)]
-    return jax.jit(of_constants).lower(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals)), tracers
+    place = None if device() is None else jax.sharding.SingleDeviceSharding(device())
+    program = jax.jit(of_constants, in_shardings=place, out_shardings=place)
+    return program.lower(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals)), tracers
 
 
 def in_words(size: int) -> str:

@@ -26,6 +26,7 @@ from .._core.arguments import (
     wrap_like,
 )
 from .._core.compat import varying, varying_axes
+from .._core.target import platform
 from .._core.weak_types import weak_like
 from .._models.mutation import call_purely, update, with_changes
 from .._models.split_model import (
@@ -119,7 +120,7 @@ def accumulate(
         one = jax.eval_shape(lambda batch: jax.tree.map(lambda x: x[0], batch), batch)
         closed, outline = jax.make_jaxpr(of_part, return_shape=True)(state, one)
         run: Callable[..., Any] = jaxpr_as_fun(closed)
-        if jax.default_backend() == "cpu":
+        if platform() == "cpu":
             # Gradients of convolutions are many times slower inside a loop of XLA's CPU backend than outside.
             run = with_scannable_gradients(run)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import os
@@ -18,6 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .._core.arguments import check_callable, check_count, describe
 from .._core.memory import in_words
+from .._core.target import compiling_for
 from .._models.hashable import HashablePytree, Opaque
 from .._models.split_model import bound_model, refuse_shared_state
 from ._ir.cost import memory
@@ -207,8 +207,8 @@ def compile_for(
         raise ValueError(f"compile_for: {wanted}, but got {describe(shardings)}; pass mesh= and a tuple.")
     owner, function = bound_model(fun)
     refuse_shared_state("compile_for", fun, owner, args, {})
-    context = contextlib.nullcontext() if mesh is None else jax.set_mesh(grid)
-    with module_scopes(), names_in_cache_key(), context:
+    # A mesh is set, also for one device, so that JAX traces anew what it has traced for another platform.
+    with module_scopes(), names_in_cache_key(), compiling_for(devices[0]), jax.set_mesh(grid):
         parts, call = as_arrays(fun, owner, function, args)
         specs = [_spread(spec, part) for spec, part in zip(shardings or [None] * len(args), parts[1], strict=True)]
         every = [*_spread(None, parts[0]), *itertools.chain(*specs)]

@@ -11,6 +11,7 @@ from jax import lax
 
 from .._convolutions.in_scans import with_scannable_gradients
 from .._core.arguments import check_count, describe, leaf_name
+from .._core.target import platform
 from .._models.mutation import call_purely, update, with_changes
 from .._models.split_model import SplitModel, is_model, is_module
 from .._models.stacking import stack_models
@@ -162,7 +163,7 @@ def scan_layers(
         return out, (y, changed)
 
     body: Any = one_layer
-    if jax.default_backend() == "cpu" and unroll < len(stack):
+    if platform() == "cpu" and unroll < len(stack):
         # Gradients of convolutions are many times slower inside a loop of XLA's CPU backend than outside.
         body = with_scannable_gradients(one_layer)
     if remat:

@@ -81,6 +81,17 @@ def test_steps_and_clipped_gradients(target: str) -> None:
     assert compile_for(trainer.step, target, members, x).arguments > 4 * 3 * 4 * (8 * 3 + 3)
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_memory_budget_is_that_of_the_target(target: str) -> None:
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.mean(jnp.tanh(x @ w[0]) @ w[1])
+
+    weights, x, budget = (shape(2048, 8192), shape(8192, 2048)), shape(64, 512, 2048), 2**30
+    free = compile_for(clipped_grad(loss, l2_clip_norm=1.0, method="vmap"), target, weights, shape(16, 512, 2048))
+    limited = clipped_grad(loss, l2_clip_norm=1.0, memory_budget=budget)
+    assert free.temporaries > budget > compile_for(limited, target, weights, x).temporaries
+
+
 COLLECTIVES = """
 import sys
 import jax, jax.numpy as jnp, optax

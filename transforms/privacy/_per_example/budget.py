@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from ..._core.memory import in_words, temporaries, warn_if_repeated
+from ..._core.target import platform
 from ._estimates.cpu_cost import costs
 from .in_backward import in_backward
 from .loss import ExampleProgram
@@ -77,7 +78,7 @@ def within_budget(
     """
     needs = _Needs(api, compute, budget)
     allowed = {*methods, "mixed"} if {"ghost", "book_keeping"} <= {*methods} else {*methods}
-    alone = jax.default_backend() == "cpu" and jax.device_count() == 1 and spmd_axis_name is None
+    alone = platform() == "cpu" and jax.device_count() == 1 and spmd_axis_name is None
     choices = _on_cpu(program, size) if alone else _on_accelerator(program, size, spmd_axis_name, needs, allowed)
     for choice in choices:
         if choice.method in allowed and needs.may_fit(choice) and needs.of(choice) <= budget:

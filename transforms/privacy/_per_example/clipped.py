@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from ..._core.arguments import Argnums, check_count, check_number, describe, is_int, wrap_like
 from ..._core.compat import Tracer
 from ..._core.memory import check_budget
+from ..._core.target import platform
 from .budget import within_budget
 from .gradient_forms import wide
 from .in_backward import in_backward
@@ -291,7 +292,7 @@ def clipped_grad(
             return jax.eval_shape(lambda padding: compute(of, padding, choice), padding)
 
         by_platform = routes_for(of, partial(compute, of, padding))
-        here = "cpu" if "cpu" in by_platform and jax.default_backend() == "cpu" else "default"
+        here = "cpu" if "cpu" in by_platform and platform() == "cpu" else "default"
         choice, _ = first_that_traces("clipped_grad", by_platform[here], shapes)
         uses: list[Use] = []
 

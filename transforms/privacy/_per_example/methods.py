@@ -179,17 +179,18 @@ def in_groups(compute: Callable[..., Any], examples: list[Any], padding: jax.Arr
     if group == size:
         return compute(examples, padding)
 
-    def split(x: Any) -> Any:
-        # Each group takes examples from every part of the batch: if it is sharded, no device sends any example.
-        return x.reshape(group, size // group, *x.shape[1:]).swapaxes(0, 1)
+    def taken(x: Any, i: Any) -> Any:
+        # Each group takes examples from every part of the batch: if it is sharded, no device sends any example. Slices
+        # inside the loop; slices that `lax.scan` takes would be a copy of the batch with its groups one after another.
+        return lax.dynamic_index_in_dim(x.reshape(group, size // group, *x.shape[1:]), i, 1, keepdims=False)
 
-    def step(total: Any, arrays: Any) -> tuple[Any, Any]:
-        part, each = compute(*arrays)
+    def step(total: Any, i: Any) -> tuple[Any, Any]:
+        part, each = compute(*jax.tree.map(lambda x: taken(x, i), (examples, padding)))
         return jax.tree.map(jnp.add, total, part), each
 
     # In a `shard_map`, the initial sum must be device-varying like the result, or the carry types would differ.
     start = jax.tree.map(lambda x: varying(x, varying_axes(examples[0])), start)
-    total, each = lax.scan(step, start, jax.tree.map(split, (examples, padding)))
+    total, each = lax.scan(step, start, jnp.arange(size // group))
     return total, jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(size, *x.shape[2:]), each)
 
 

@@ -129,3 +129,11 @@ def test_private_steps_within_a_budget() -> None:
             state, _ = dpsgd.step(state, batch)
         results.append(state.model)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), *results)
+
+
+@pytest.mark.parametrize("method", ["vmap", "ghost", "book_keeping"])
+def test_groups_of_examples_are_no_copy_of_the_batch(method: Any) -> None:
+    weights, x = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((64, 256, 64), jnp.float32)
+    of = clipped_grad(lambda w, x: jnp.mean(jnp.tanh(x @ w)), l2_clip_norm=1.0, method=method, microbatch_size=4)
+    analysis: Any = jax.jit(of).lower(weights, x).compile().memory_analysis()
+    assert analysis.temp_size_in_bytes < 4 * x.size / 2
