@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import os
+import time
 from collections.abc import Callable
 from functools import partial
 from importlib import metadata
@@ -108,30 +109,39 @@ def layers(number: int, width: int, stacked: bool) -> Any:
     return one if stacked else [one] * number
 
 
-def language_model(p: Any, tokens: Any, form: str) -> Any:
+def gathered(p: Any) -> Any:
+    """Collect parameters that are spread over devices, where they are used."""
+    import jax
+    from jax.sharding import PartitionSpec
+
+    return jax.tree.map(lambda w: jax.lax.with_sharding_constraint(w, PartitionSpec()), p)
+
+
+def language_model(p: Any, tokens: Any, form: str, gather: Callable[[Any], Any] = lambda p: p) -> Any:
     """Return the loss of GPT-2, with a tied vocabulary; `form` says how its layers are written."""
     import jax
     import jax.numpy as jnp
     from jax import lax
 
-    x = p["table"][tokens[:, :-1]] + p["positions"][: tokens.shape[1] - 1]
+    table, layer = gather(p["table"]), lambda x, w: block(x, gather(w))
+    x = table[tokens[:, :-1]] + gather(p["positions"])[: tokens.shape[1] - 1]
     if form == "scan, rematerialised":
-        x, _ = lax.scan(lambda x, w: (jax.checkpoint(block)(x, w), None), x, p["layers"])
+        x, _ = lax.scan(lambda x, w: (jax.checkpoint(layer)(x, w), None), x, p["layers"])
     else:
-        one = jax.checkpoint(block) if "rematerialised" in form else block
+        one = jax.checkpoint(layer) if "rematerialised" in form else layer
         for w in p["layers"]:
             x = one(x, w)
-    logits = jax.nn.log_softmax(normalized(x, p["norm"]) @ p["table"].T)
+    logits = jax.nn.log_softmax(normalized(x, p["norm"]) @ table.T)
     return -jnp.mean(jnp.take_along_axis(logits, tokens[:, 1:, None], -1))
 
 
-def stack(p: Any, x: Any) -> Any:
+def stack(p: Any, x: Any, gather: Callable[[Any], Any] = lambda p: p) -> Any:
     """Return a loss of a scanned, rematerialised stack of layers without a vocabulary."""
     import jax
     import jax.numpy as jnp
     from jax import lax
 
-    one = jax.checkpoint(partial(block, causal=False))
+    one = jax.checkpoint(lambda x, w: block(x, gather(w), causal=False))
     y, _ = lax.scan(lambda x, w: (one(x, w), None), x, p)
     return jnp.mean(jnp.square(y - jnp.roll(x, -1, 1)))
 
@@ -152,6 +162,16 @@ def compared(rows: list[Row], keys: tuple[str, ...]) -> list[Row]:
     return [row | ratio for row, ratio in zip(rows, ratios, strict=True)]
 
 
+def reported(fun: Callable[..., Any], target: str, *args: Any, **options: Any) -> Any:
+    """Return the report of `compile_for`, and print how long it took."""
+    from plurax.transforms.program import compile_for
+
+    start = time.perf_counter()
+    report = compile_for(fun, target, *args, **options)
+    print(f"{target}: {time.perf_counter() - start:.0f} s", flush=True)
+    return report
+
+
 def described(report: Any) -> Row:
     """Return the columns of a report."""
     row = {"temporaries (GB)": report.temporaries / 1e9, "fits": "no" if report.fits is False else "yes"}
@@ -168,27 +188,33 @@ def on_h200() -> dict[str, list[Row]]:
     device = h200()
     import jax
     import jax.numpy as jnp
+    from _compiled import convolutions, lora, shape, transforms
 
-    from plurax.transforms.program._compile_for import report_of
+    from plurax.transforms.program import _compile_for
 
-    here = jax.sharding.SingleDeviceSharding(device)
+    texts: list[str] = []
+    report_of = _compile_for.report_of
+
+    def kept(target: str, devices: int, program: Any, chip: Any) -> Any:
+        texts.append(program.as_text())
+        return report_of(target, devices, program, chip)
+
+    _compile_for.report_of, _compile_for._devices_of = kept, lambda _: [device]
+
+    def compiled(fun: Any, *args: Any) -> Any:
+        return reported(fun, "h200", *args), texts.pop()
+
     tokens = jax.ShapeDtypeStruct((8, 1025), jnp.int32)
     tables = {}
-
-    def shape(*axes: int) -> Any:
-        return jax.ShapeDtypeStruct(axes, jnp.float32)
-
     for form in ("layers in a list", "list, each layer rematerialised", "scan, rematerialised"):
         p = {"table": shape(50257, 768), "positions": shape(1024, 768), "norm": (shape(768), shape(768))}
         p["layers"] = layers(12, 768, form.startswith("scan"))
         rows = []
         for name, fun in gradients(partial(language_model, form=form)).items():
-            compiled = jax.jit(fun, in_shardings=here, out_shardings=here).lower(p, tokens).compile()
-            row = described(report_of("h200", 1, compiled, None))
+            row = described(compiled(fun, p, tokens)[0])
             rows.append({"": name} | {key: row[key] for key in ("temporaries (GB)", "TFLOP")})
-            print(form, rows[-1], flush=True)
         tables[f"GPT-2 124M, 8 sequences of 1,024 tokens, {form}"] = compared(rows, ("temporaries (GB)", "TFLOP"))
-    return tables
+    return tables | lora(block, layers, compiled) | convolutions(compiled) | transforms(compiled)
 
 
 def spread(p: Any, axes: Any, devices: int) -> Any:
@@ -207,37 +233,78 @@ def on_tpu() -> dict[str, list[Row]]:
     """Return the tables for TPU v5e."""
     import jax
     import jax.numpy as jnp
-    from jax.sharding import PartitionSpec
+    import optax
+    from _compiled import ConvNet, cross_entropy, shape, transforms
+    from jax.sharding import AbstractMesh
+    from jax.sharding import PartitionSpec as P
 
-    from plurax.transforms.program import compile_for
+    from plurax.ensemble import Ensemble, Trainer
 
     tables: dict[str, list[Row]] = {}
 
-    def row_of(fun: Any, chips: dict[str, int], width: int, number: int, batch: int, length: int, over: Any) -> Row:
-        """Compile one case: parameters over all chips, the batch over the axes `over` of the mesh."""
-        p, x = layers(number, width, True), jax.ShapeDtypeStruct((batch, length, width), jnp.float32)
-        count = math.prod(chips.values())
-        side = math.isqrt(count)
-        shardings = spread(p, tuple(chips), count), PartitionSpec(over)
-        return described(compile_for(fun, f"v5e:{side}x{side}", p, x, mesh=chips, shardings=shardings))
+    def compiled(fun: Any, chips: Any, *args: Any, shardings: Any = None) -> Row:
+        """Compile for a square slice of this many chips, a mesh of one axis or a dictionary of axes."""
+        mesh = chips if isinstance(chips, dict) else {"data": chips}
+        side = math.isqrt(math.prod(mesh.values()))
+        return described(reported(fun, f"v5e:{side}x{side}", *args, mesh=mesh, shardings=shardings))
 
-    small = "8 layers of 1,024, 1,024 sequences of 512, on v5e:16x16: parameters over 256 chips, batch over 16"
-    large = "24 layers of 2,048 (1.2B parameters), 1,024 sequences of 1,024, on v5e:16x16: both over 256 chips"
-    grid = {"data": 16, "model": 16}
-    cases = {small: (grid, 1024, 8, 1024, 512, "data"), large: (grid, 2048, 24, 1024, 1024, ("data", "model"))}
-    for title, case in cases.items():
-        rows = []
-        for name, fun in gradients(stack).items():
-            rows.append({"": name} | row_of(fun, *case))
-            print(title, rows[-1], flush=True)
-        tables[title] = compared(rows, ("temporaries (GB)", "TFLOP", "collectives (MB)"))
-    rows = []
-    for name, fun in gradients(stack).items():
+    ratios, both, grid = ("temporaries (GB)", "TFLOP", "collectives (MB)"), ("data", "model"), {"data": 16, "model": 16}
+    p, x = layers(8, 1024, True), shape(1024, 512, 1024)
+    shardings: Any = spread(p, both, 256), P("data")
+    found = {name: fun for name, fun in gradients(stack).items() if name != '"auto"'}
+    rows = [{"": name} | compiled(fun, grid, p, x, shardings=shardings) for name, fun in found.items()]
+    title = "8 layers of 1,024, 1,024 sequences of 512, on v5e:16x16: parameters over 256 chips, batch over 16"
+    tables[title] = compared(rows, ratios)
+
+    p = {"table": shape(50257, 2048), "positions": shape(1024, 2048), "norm": (shape(2048), shape(2048))}
+    shardings = {name: P(None, both) if name != "norm" else P() for name in p}
+    p["layers"] = layers(24, 2048, True)
+    shardings = shardings | {"layers": spread(p["layers"], both, 256)}, P(both)
+    tokens = jax.ShapeDtypeStruct((1024, 1025), jnp.int32)
+    model = partial(language_model, form="scan, rematerialised", gather=gathered)
+    found = {name: fun for name, fun in gradients(model).items() if name != '"auto"'}
+    rows = [{"": name} | compiled(fun, grid, p, tokens, shardings=shardings) for name, fun in found.items()]
+    title = "GPT-2 of 1.3B parameters, 1,024 sequences of 1,024 tokens, on v5e:16x16: both over 256 chips"
+    tables[title] = compared(rows, ratios)
+
+    rows, p = [], layers(4, 512, True)
+    for name, fun in gradients(partial(stack, gather=gathered)).items():
         for chips in (4, 16, 64, 256) if name != '"auto"' else ():
-            rows.append({"": name, "chips": chips} | row_of(fun, {"data": chips}, 1024, 4, 4 * chips, 512, "data"))
-            print(rows[-1], flush=True)
-    tables["4 layers of 1,024, 4 sequences of 512 for each chip, v5e, all over one axis"] = rows
-    return tables
+            shardings = spread(p, "data", chips), P("data")
+            row = compiled(fun, chips, p, shape(4 * chips, 512, 512), shardings=shardings)
+            rows.append({"": name, "chips": chips} | row)
+    tables["4 layers of 512, 4 sequences of 512 for each chip, v5e, all over one axis"] = rows
+
+    rows, columns, split = [], P(None, None, "model"), P(None, "model")
+    shardings = {"qkv": columns, "qkv_bias": split, "up": columns, "up_bias": split, "out": split, "down": split}
+    shardings = {name: shardings.get(name, P()) for name in p}, P("data")
+    for name, fun in gradients(stack).items():
+        if name != '"auto"':
+            row = compiled(fun, {"data": 4, "model": 4}, p, shape(16, 512, 512), shardings=shardings)
+            rows.append({"": name} | row)
+    tables["4 layers of 512, tensor parallel: 16 sequences of 512 over 4 chips, parameters over 4, v5e:4x4"] = rows
+
+    rows = []
+    for chips, parts in ((4, 1), (16, 1), (64, 1), (256, 1), (4, 2), (16, 4), (64, 4), (256, 4)):
+        mesh = {"ensemble": chips // parts} | ({"data": parts} if parts > 1 else {})
+        trainer = Trainer(cross_entropy, optax.adam(1e-3), mesh=AbstractMesh(tuple(mesh.values()), tuple(mesh)))
+        make = partial(ConvNet, (16, 32, 64), False)
+        create = partial(Ensemble.create, make, 4 * mesh["ensemble"], seed=0)
+        state = jax.eval_shape(lambda trainer=trainer, create=create: trainer.init(create()))
+        batch = shape(64 * parts, 32, 32, 3), jax.ShapeDtypeStruct((64 * parts,), jnp.int32)
+        places = lambda x: P("ensemble") if x.ndim else None, P("data") if parts > 1 else None
+        row = compiled(trainer.step, mesh, state, batch, shardings=places)
+        row = {"chips": chips, "members": 4 * mesh["ensemble"], "parts of the batch": parts} | row
+        numbers = sum(math.prod(x.shape) for x in jax.tree.leaves(state.ensemble.trainable)) / mesh["ensemble"]
+        rows.append(row | {"gradients (MB)": 4 * numbers / 1e6})
+    tables["`Trainer.step` of convolutional networks, 4 members on each chip, 64 images for each part of the batch"] = (
+        rows
+    )
+
+    def alone(fun: Any, *args: Any) -> Any:
+        return reported(fun, "v5e:2x2", *args), ""
+
+    return tables | transforms(alone)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ cancel; the rounding error of a term in the sum; and the weighted sum over examp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -92,12 +93,13 @@ class OuterProduct(NamedTuple):
         # bfloat16 has the exponent range of float32, so weighted factors do not overflow; in float16 they could.
         return dtype if dtype == jnp.bfloat16 else wide(dtype)
 
-    def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
+    def weighted(self, weights: jax.Array, dtype: Any = None, finite: bool = False) -> jax.Array:
         """Sum `weights` times the gradient over examples: like the operand, in `dtype` or wider."""
         summed_as = self._summed_as()
+        left, right = (self.left, self.right) if finite else (kept(x, weights) for x in (self.left, self.right))
         # Σᵢ Aᵢᵀ(cᵢGᵢ): one product over examples and positions, as in an ordinary backward pass.
-        left = widened(kept(self.left, weights)).astype(summed_as)
-        right = (widened(kept(self.right, weights)) * weights[:, None, None, None]).astype(summed_as)
+        left = widened(left).astype(summed_as)
+        right = (widened(right) * weights[:, None, None, None]).astype(summed_as)
         dtype = wide(summed_as, dtype)
         (batch, _, positions, p), d = left.shape, right.shape[3]
         if batch * positions * (p - d) > p * d:  # XLA on CPU transposes the first operand: the result is smaller
@@ -143,9 +145,10 @@ class RowSparse(NamedTuple):
         """Return twice the inner product with the outer-product gradient of the same table, whose rows are p or d."""
         return 2 * (factors.at_rows(self.rows) * widened(self.right)).sum((1, 2, 3))
 
-    def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
+    def weighted(self, weights: jax.Array, dtype: Any = None, finite: bool = False) -> jax.Array:
         """Sum `weights` times the gradient over examples: like the operand, in `dtype` or wider."""
-        right = widened(kept(self.right, weights)).astype(wide(self.right.dtype, dtype))
+        right = self.right if finite else kept(self.right, weights)
+        right = widened(right).astype(wide(self.right.dtype, dtype))
         return self._table(self.rows, right * weights[:, None, None, None].astype(right.dtype))
 
     def _table(self, rows: jax.Array, right: jax.Array) -> jax.Array:
@@ -180,9 +183,10 @@ class Dense(NamedTuple):
         """Return the relative rounding error of a term of the weighted sum."""
         return float(jnp.finfo(self.gradients.dtype).eps)
 
-    def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
+    def weighted(self, weights: jax.Array, dtype: Any = None, finite: bool = False) -> jax.Array:
         """Sum `weights` times the gradient over examples: like the operand, in `dtype` or wider."""
-        gradients = widened(kept(self.gradients, weights)).astype(wide(self.gradients.dtype, dtype))
+        gradients = self.gradients if finite else kept(self.gradients, weights)
+        gradients = widened(gradients).astype(wide(self.gradients.dtype, dtype))
         weights = weights.astype(gradients.dtype)
         if len(weights) == 1:  # otherwise XLA would compute a matrix product
             return gradients[0] * weights[0]
@@ -293,7 +297,7 @@ def _product(left: jax.Array, right: jax.Array, dtype: Any) -> jax.Array:
     """Contract both factors over examples and positions: shape (stack, p, d)."""
     if left.shape[1] > 1:
         return jnp.einsum("bstp,bstd->spd", left, right, preferred_element_type=dtype)
-    left, right = (x.reshape(-1, x.shape[3]) for x in (left, right))
+    left, right = (x.reshape(math.prod(x.shape[:3]), x.shape[3]) for x in (left, right))
     return lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=dtype)[None]
 
 

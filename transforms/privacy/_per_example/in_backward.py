@@ -36,7 +36,8 @@ class InBackward(NamedTuple):
       lookups: for each of them that is a product with a table, the numbers of the lookups in the same table.
       largest: the most numbers in one array of the program, for one example.
       spmd_axis_name: as for `jax.vmap`.
-      weight: the weight of the example that is evaluated, to sum weighted gradients; None to compute norms.
+      weight: the weight of the example that is evaluated, to sum weighted gradients, all of which are finite; None to
+        compute norms.
     """
 
     uses: frozenset[int]
@@ -114,7 +115,7 @@ class InBackward(NamedTuple):
             if weights is None:
                 sums = _norms(form, self.summed(use, form), rows, use)
             else:
-                sums = [form.weighted(weights, dummies[0].dtype).astype(dummies[0].dtype)]
+                sums = [form.weighted(weights, dummies[0].dtype, finite=True).astype(dummies[0].dtype)]
             return [pulled.get(k) for k in range(len(read))], sums, [None] * len(rows), None
 
         batch.defvjp(forward, backward)

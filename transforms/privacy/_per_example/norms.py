@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -220,17 +220,26 @@ class ExampleGradients:
           dtype: as for `weighted_sum`.
         """
         assert self._inside is not None
+        convolved = has_convolution(self._plan.closed.jaxpr)  # slow in a `cond` on a CPU
         at_uses = partial(self._sum_at_uses, examples, weights, dtype)
+        at_uses = partial(self._apart, at_uses, weights, dtype, in_cond=not convolved)
         as_parameters = all(wide(x.dtype, dtype) == x.dtype for x in self._parameters)
         if self._keeps or not as_parameters or self.held or not has_linear_backward(self._plan):
             return at_uses()
-        ordinary = partial(self._ordinary_gradient, examples, weights)
-        # On a CPU, sums by rules are quicker for convolutions, which besides are slow in a `cond`, and for forms that
-        # the first pass has.
-        convolved = has_convolution(self._plan.closed.jaxpr)
-        if convolved or any(not isinstance(form, RowSparse) for form in self._forms.values()):
-            return lax.platform_dependent(cpu=at_uses, default=ordinary)
-        return ordinary()
+        ordinary = partial(self._apart, partial(self._ordinary_gradient, examples, weights), weights, dtype)
+        return lax.platform_dependent(cpu=at_uses, default=ordinary)  # on a CPU, sums by rules are quicker
+
+    def _apart(
+        self, summed: Callable[[], list[jax.Array]], weights: jax.Array, dtype: Any, *, in_cond: bool = True
+    ) -> list[jax.Array]:
+        """Return the sums of a second pass; zeros if no example has a weight."""
+        zeros = [jnp.zeros_like(x, wide(x.dtype, dtype)) for x in self._parameters]
+        has_weight = (weights != 0).any()
+        if not in_cond:
+            return [jnp.where(has_weight, x, zero) for x, zero in zip(summed(), zeros, strict=True)]
+        # XLA does not merge operations inside a `cond` with those of the first pass (by CSE), which would keep arrays
+        # of that pass: activations, or a zero that both scatter into.
+        return lax.cond(has_weight, summed, lambda: zeros)
 
     def _sum_at_uses(self, examples: Sequence[Any], weights: jax.Array, dtype: Any) -> list[jax.Array]:
         """Weight the gradient at each use, so that cotangents are rounded as in the first pass."""
@@ -243,22 +252,16 @@ class ExampleGradients:
         return self._summed(given, pull, found, weights, dtype)
 
     def _ordinary_gradient(self, examples: Sequence[Any], weights: jax.Array) -> list[jax.Array]:
-        """Return the gradient of the weighted loss, zero if no example has a weight."""
+        """Return the gradient of the weighted loss."""
 
         def of_example(parameters: list[Any], example: list[Any]) -> jax.Array:
             closed, args = self._plan.closed, [*parameters, *example, jnp.zeros((), jnp.float32)]
             outputs = interpret(closed.jaxpr, closed.consts, args, lambda eqn, values: evaluate(eqn, *values))
             return jax.tree.unflatten(self._program.treedef, outputs)[0]
 
-        def summed() -> list[jax.Array]:
-            mapped = jax.vmap(of_example, (None, 0), spmd_axis_name=self._spmd)
-            values, pull = jax.vjp(lambda parameters: mapped(parameters, list(examples)), self._parameters)
-            return pull(weights.astype(values.dtype))[0]
-
-        # XLA does not merge operations inside a `cond` with those of the first pass (by CSE): a zero that both passes
-        # scatter into would otherwise be written early, and kept.
-        zeros = [jnp.zeros_like(x) for x in self._parameters]
-        return lax.cond((weights != 0).any(), summed, lambda: zeros)
+        mapped = jax.vmap(of_example, (None, 0), spmd_axis_name=self._spmd)
+        values, pull = jax.vjp(lambda parameters: mapped(parameters, list(examples)), self._parameters)
+        return pull(weights.astype(values.dtype))[0]
 
     def _wide_operands(self, uses: frozenset[int], dtype: Any) -> tuple[dict[int, Any], Any]:
         """Return the operands of uses in the dtype of the sum, and the function that pulls sums back to parameters."""

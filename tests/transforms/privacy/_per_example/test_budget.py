@@ -62,7 +62,8 @@ def test_every_choice_fits_and_computes_the_same(accelerator: bool, monkeypatch:
     assert len(chosen) > 2
     if accelerator:
         *whole_batch, (_, group) = chosen
-        assert whole_batch == [("book_keeping", BATCH), ("mixed", BATCH), ("ghost", BATCH)]
+        assert whole_batch[:2] == [("book_keeping", BATCH), ("mixed", BATCH)]
+        assert whole_batch[2:] in ([], [("ghost", BATCH)])
         assert group < BATCH
 
 
