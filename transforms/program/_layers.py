@@ -120,8 +120,9 @@ def scan_layers(
 
     Cost:
       Time and memory of the layers in sequence, and a copy of each layer's arrays in its iteration. A gradient stores
-      the intermediate results of each layer, also those that XLA would compute again outside a loop (twice the memory
-      of the layers in sequence, compiled for an H200), unless `remat` is set, which is also faster on a CPU.
+      the intermediate results of each layer, also those that XLA would compute again outside a loop (2 to 5
+      times the memory of the layers in sequence, compiled for an H200 and TPU v5e), unless `remat` is set, which is
+      also faster on a CPU.
       Convolutions are slower in a loop on a CPU.
 
     Source:
