@@ -13,7 +13,7 @@ from jax.extend.core import Jaxpr
 from ...transforms._convolutions.as_products import has_convolution
 from ...transforms._core.axes import Axes, axes_per_argument, mapped_size
 from ...transforms._core.memory import largest_chunk
-from ...transforms._core.target import platform
+from ...transforms._core.target import device, platform
 from ...transforms._runs.source import Stacked, copied, first_of
 from .._members.sharding import Layout
 from .._members.strategy import Execution, by_rule
@@ -296,15 +296,15 @@ class Stepper:
         return self._budget is None or self._need(inputs, donate, execution) <= self._budget
 
     def _need(self, inputs: StepInputs, donate: bool, execution: Execution) -> int:
-        """Return the bytes of a step's temporaries, determined once for each kind of model and batch."""
-        kind = execution, donate, inputs.kind
+        """Return the bytes of a step's temporaries, determined once for each kind of model and batch, and device."""
+        kind = execution, donate, inputs.kind, device()
         if kind not in self._temporaries:
             self._temporaries[kind] = self.executor.temporaries(inputs, donate, execution)
         return self._temporaries[kind]
 
     def _largest_chunk(self, inputs: StepInputs, donate: bool) -> Execution:
         """Return the largest chunk for "vmap" whose temporaries fit into the budget."""
-        kind, members = ("chunk", donate, inputs.kind), self._members_per_device(inputs)
+        kind, members = (donate, inputs.kind, device()), self._members_per_device(inputs)
         if kind not in self._chunks:
             assert self._budget is not None  # otherwise everything fits
 

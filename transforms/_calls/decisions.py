@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from .._core.target import device
 from .._models.equinox import is_equinox
 from .._models.split_model import is_model
 
@@ -39,7 +40,7 @@ def remembered(fun: Any, arguments: Any, options: Hashable) -> list[Any]:
     owner, rest = _owner_of(fun)
     leaves, treedef = jax.tree.flatten((arguments, rest))
     try:
-        key = (options, treedef, tuple(map(_kind, leaves)))
+        key = (options, device(), treedef, tuple(map(_kind, leaves)))
         with _lock:
             if id(owner) not in _decisions:
                 # An `id` can be reused once its object is gone, so the decisions are removed with the object.
