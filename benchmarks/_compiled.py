@@ -19,6 +19,7 @@ from plurax.transforms.program import fold_bn, scan_layers, stack_layers
 from plurax.transforms.program._ir.hlo import CONTAINERS, NAMES, HloProgram
 
 Row = dict[str, Any]
+Tables = dict[str, Callable[[], list[Row]]]
 # From a function and its arguments to the report of `compile_for`, and the text of the program, or "".
 Compile = Callable[..., tuple[Any, str]]
 
@@ -68,49 +69,57 @@ def figures(report: Any, text: str) -> Row:
     return row | {"kernels": sum(times for x, times in program.runs() if x.opcode not in skipped)}
 
 
-def transforms(compiled: Compile) -> dict[str, list[Row]]:
+def transforms(compiled: Compile) -> Tables:
     """Return the tables of `fold_bn`, `scan_layers` and Jacobians within a budget."""
-    model, x = ConvNet((64, 128, 256), True, nnx.Rngs(0)), shape(64, 64, 64, 3)
-    model.eval()
 
-    def call(model: Any, x: Any) -> Any:
-        return model(x)
+    def norms() -> list[Row]:
+        model, x = ConvNet((64, 128, 256), True, nnx.Rngs(0)), shape(64, 64, 64, 3)
+        model.eval()
 
-    folded, params, _ = fold_bn(call, model, x)
-    rows = [{"": "as it is"} | figures(*compiled(call, model, x))]
-    rows.append({"": "`fold_bn`"} | figures(*compiled(folded, params, x)))
-    tables = {"Three convolutions with batch norms, 64 images of 64x64": rows}
+        def call(model: Any, x: Any) -> Any:
+            return model(x)
 
-    layers, x = [Block(nnx.Rngs(i)) for i in range(8)], shape(16, 512, 1024)
+        folded, params, _ = fold_bn(call, model, x)
+        rows = [{"": "as it is"} | figures(*compiled(call, model, x))]
+        return [*rows, {"": "`fold_bn`"} | figures(*compiled(folded, params, x))]
 
-    def loop(layers: Any, x: Any) -> Any:
-        for layer in layers:
-            x = layer(x)
-        return jnp.mean(x**2)
+    def stacks() -> list[Row]:
+        layers, x = [Block(nnx.Rngs(i)) for i in range(8)], shape(16, 512, 1024)
 
-    def scanned(stack: Any, x: Any, remat: Any) -> Any:
-        return jnp.mean(scan_layers(stack, x, remat=remat)[0] ** 2)
+        def loop(layers: Any, x: Any) -> Any:
+            for layer in layers:
+                x = layer(x)
+            return jnp.mean(x**2)
 
-    stack, dots = stack_layers(layers), jax.checkpoint_policies.dots_saveable
-    rows = [{"": "a loop in Python"} | figures(*compiled(nnx.grad(loop), layers, x))]
-    for name, remat in {"": False, ", remat=dots_saveable": dots, ", remat=True": True}.items():
-        row = figures(*compiled(nnx.grad(partial(scanned, remat=remat)), stack, x))
-        rows.append({"": "`scan_layers`" + name} | row)
-    tables["Gradient of eight layers of width 1,024, 16 sequences of 512"] = rows
+        def scanned(stack: Any, x: Any, remat: Any) -> Any:
+            return jnp.mean(scan_layers(stack, x, remat=remat)[0] ** 2)
 
-    def network(x: Any, up: Any, down: Any) -> Any:
-        return jnp.tanh(x @ up) @ down
+        stack, dots = stack_layers(layers), jax.checkpoint_policies.dots_saveable
+        rows = [{"": "a loop in Python"} | figures(*compiled(nnx.grad(loop), layers, x))]
+        for name, remat in {"": False, ", remat=dots_saveable": dots, ", remat=True": True}.items():
+            row = figures(*compiled(nnx.grad(partial(scanned, remat=remat)), stack, x))
+            rows.append({"": "`scan_layers`" + name} | row)
+        return rows
 
-    rows = []
-    for budget in (None, "256MiB", "64MiB"):
-        name = "without a budget" if budget is None else f'memory_budget="{budget}"'
-        args = shape(2048), shape(2048, 32768), shape(32768, 2048)
-        rows.append({"": name} | figures(*compiled(jacrev(network, memory_budget=budget), *args)))
-    tables["Jacobian of 2,048 outputs by 2,048 inputs, 32,768 hidden units"] = rows
-    return tables
+    def jacobians() -> list[Row]:
+        def products(x: Any, first: Any, second: Any) -> Any:
+            hidden = jnp.tanh(jnp.tanh(x @ first) @ second)
+            return (hidden[:128, None] * hidden[128:256]).ravel()
+
+        rows, args = [], (shape(2048), shape(2048, 4096), shape(4096, 4096))
+        for budget in (None, "256MiB", "128MiB"):
+            name = "without a budget" if budget is None else f'memory_budget="{budget}"'
+            rows.append({"": name} | figures(*compiled(jacrev(products, memory_budget=budget), *args)))
+        return rows
+
+    return {
+        "Three convolutions with batch norms, 64 images of 64x64": norms,
+        "Gradient of eight layers of width 1,024, 16 sequences of 512": stacks,
+        "Jacobian of 16,384 outputs by 2,048 inputs, two layers of 4,096": jacobians,
+    }
 
 
-def lora(block: Callable[..., Any], layers: Callable[..., Any], compiled: Compile) -> dict[str, list[Row]]:
+def lora(block: Callable[..., Any], layers: Callable[..., Any], compiled: Compile) -> Tables:
     """Return the table of clipped gradients of adapters of rank 8, with a frozen base."""
     base, count, width = layers(8, 1024, True), 8, 1024
     sizes = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
@@ -134,34 +143,37 @@ def lora(block: Callable[..., Any], layers: Callable[..., Any], compiled: Compil
         y, _ = jax.lax.scan(lambda x, p: (layer(x, *p), None), x, (base, adapters))
         return jnp.mean(jnp.square(y - jnp.roll(x, -1, 1)))
 
-    given = adapters, shape(16, 512, width), base
-    rows = [{"": "gradient of all weights"} | figures(*compiled(jax.grad(loss, (0, 2)), *given))]
-    rows.append({"": "gradient of the adapters"} | figures(*compiled(jax.grad(loss), *given)))
-    for method in ("book_keeping", "ghost"):
-        clipped = clipped_grad(loss, l2_clip_norm=1.0, batch_argnums=1, method=method)
-        rows.append({"": f'clipped, "{method}"'} | figures(*compiled(clipped, *given)))
+    def rows() -> list[Row]:
+        ways = {"gradient of all weights": jax.grad(loss, (0, 2)), "gradient of the adapters": jax.grad(loss)}
+        for method in ("book_keeping", "ghost"):
+            clipped = clipped_grad(loss, l2_clip_norm=1.0, batch_argnums=1, method=method)
+            ways[f'clipped, "{method}"'] = clipped
+        given = adapters, shape(16, 512, width), base
+        return [{"": name} | figures(*compiled(way, *given)) for name, way in ways.items()]
+
     return {"Adapters of rank 8 in eight rematerialised layers of 1,024, 16 sequences of 512": rows}
 
 
-def convolutions(compiled: Compile) -> dict[str, list[Row]]:
+def convolutions(compiled: Compile) -> Tables:
     """Return the tables of training steps of ensembles with convolutions, by execution."""
-    tables = {}
-    cases = {"8 members, 16-32-64 channels, 64": (8, (16, 32, 64), 64), "4, 64-64-128, 256": (4, (64, 64, 128), 256)}
-    for title, (members, widths, batch) in cases.items():
+
+    def rows_of(members: int, widths: tuple[int, ...], batch: int) -> list[Row]:
         trainer = Trainer(cross_entropy, optax.sgd(0.1), strategy="vmap")
-        make = partial(ConvNet, widths, False)
-        create = partial(Ensemble.create, make, members, seed=0)
-        state: Any = jax.eval_shape(lambda create=create, trainer=trainer: trainer.init(create()))
+        create = partial(Ensemble.create, partial(ConvNet, widths, False), members, seed=0)
+        state: Any = jax.eval_shape(lambda: trainer.init(create()))
         step = partial(trainer._stepper.executor._step, state._structure)
         arguments = state._arrays(), shape(batch, 32, 32, 3), jax.ShapeDtypeStruct((batch,), jnp.int32)
-        rows = []
         ways = [Execution(way, products=products) for products in (False, True) for way in ("vmap", "map", "unroll")]
+        rows = []
         for way in ways[:-1]:
-            mapped = over_members(step, way, (0, None, None), members)
-            report, text = compiled(mapped, *arguments)
+            report, text = compiled(over_members(step, way, (0, None, None), members), *arguments)
             row = {"": str(way)} | figures(report, text)
             calls = [x for x in text.splitlines() if re.search(r'custom_call_target="__cudnn\$conv', x)]
             grouped = sum("feature_group_count" in x for x in calls)
             rows.append(row | ({"grouped convolutions": grouped} if grouped else {}))
-        tables[f"A step of {title} images of 32x32"] = rows
-    return tables
+        return rows
+
+    return {
+        "A step of 8 members, 16-32-64 channels, 64 images of 32x32": partial(rows_of, 8, (16, 32, 64), 64),
+        "A step of 4, 64-64-128, 256 images of 32x32": partial(rows_of, 4, (64, 64, 128), 256),
+    }

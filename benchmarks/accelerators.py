@@ -38,6 +38,7 @@ runtime_version { major: 12 minor: 8 patch: 0 }
 device_description_str: "NVIDIA H200"
 """
 Row = dict[str, Any]
+Tables = dict[str, Callable[[], list[Row]]]
 METHODS = ("book_keeping", "ghost", "auto")
 
 
@@ -158,7 +159,9 @@ def gradients(loss: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
 
 def compared(rows: list[Row], keys: tuple[str, ...]) -> list[Row]:
     """Add the ratio to the first row for each of these columns."""
-    ratios = [{f"{key}, ratio": row[key] / rows[0][key] for key in keys if row.get(key)} for row in rows]
+    ratios = [
+        {f"{key}, ratio": row[key] / rows[0][key] for key in keys if row.get(key) and rows[0][key]} for row in rows
+    ]
     return [row | ratio for row, ratio in zip(rows, ratios, strict=True)]
 
 
@@ -183,7 +186,7 @@ def described(report: Any) -> Row:
     }
 
 
-def on_h200() -> dict[str, list[Row]]:
+def on_h200() -> Tables:
     """Return the tables for an H200."""
     device = h200()
     import jax
@@ -204,16 +207,17 @@ def on_h200() -> dict[str, list[Row]]:
     def compiled(fun: Any, *args: Any) -> Any:
         return reported(fun, "h200", *args), texts.pop()
 
-    tokens = jax.ShapeDtypeStruct((8, 1025), jnp.int32)
-    tables = {}
-    for form in ("layers in a list", "list, each layer rematerialised", "scan, rematerialised"):
+    def gpt2(form: str) -> list[Row]:
         p = {"table": shape(50257, 768), "positions": shape(1024, 768), "norm": (shape(768), shape(768))}
         p["layers"] = layers(12, 768, form.startswith("scan"))
-        rows = []
+        rows, tokens = [], jax.ShapeDtypeStruct((8, 1025), jnp.int32)
         for name, fun in gradients(partial(language_model, form=form)).items():
             row = described(compiled(fun, p, tokens)[0])
             rows.append({"": name} | {key: row[key] for key in ("temporaries (GB)", "TFLOP")})
-        tables[f"GPT-2 124M, 8 sequences of 1,024 tokens, {form}"] = compared(rows, ("temporaries (GB)", "TFLOP"))
+        return compared(rows, ("temporaries (GB)", "TFLOP"))
+
+    forms = ("layers in a list", "list, each layer rematerialised", "scan, rematerialised")
+    tables: Tables = {f"GPT-2 124M, 8 sequences of 1,024 tokens, {form}": partial(gpt2, form) for form in forms}
     return tables | lora(block, layers, compiled) | convolutions(compiled) | transforms(compiled)
 
 
@@ -229,7 +233,7 @@ def spread(p: Any, axes: Any, devices: int) -> Any:
     return jax.tree.map(one, p)
 
 
-def on_tpu() -> dict[str, list[Row]]:
+def on_tpu() -> Tables:
     """Return the tables for TPU v5e."""
     import jax
     import jax.numpy as jnp
@@ -240,7 +244,7 @@ def on_tpu() -> dict[str, list[Row]]:
 
     from plurax.ensemble import Ensemble, Trainer
 
-    tables: dict[str, list[Row]] = {}
+    both, grid = ("data", "model"), {"data": 16, "model": 16}
 
     def compiled(fun: Any, chips: Any, *args: Any, shardings: Any = None) -> Row:
         """Compile for a square slice of this many chips, a mesh of one axis or a dictionary of axes."""
@@ -248,78 +252,90 @@ def on_tpu() -> dict[str, list[Row]]:
         side = math.isqrt(math.prod(mesh.values()))
         return described(reported(fun, f"v5e:{side}x{side}", *args, mesh=mesh, shardings=shardings))
 
-    ratios, both, grid = ("temporaries (GB)", "TFLOP", "collectives (MB)"), ("data", "model"), {"data": 16, "model": 16}
-    p, x = layers(8, 1024, True), shape(1024, 512, 1024)
-    shardings: Any = spread(p, both, 256), P("data")
-    found = {name: fun for name, fun in gradients(stack).items() if name != '"auto"'}
-    rows = [{"": name} | compiled(fun, grid, p, x, shardings=shardings) for name, fun in found.items()]
-    title = "8 layers of 1,024, 1,024 sequences of 512, on v5e:16x16: parameters over 256 chips, batch over 16"
-    tables[title] = compared(rows, ratios)
+    def methods(loss: Any, chips: Any, *args: Any, shardings: Any) -> list[Row]:
+        """Compile the ordinary gradient and the clipped ones, but for "auto", which is one of the others."""
+        ways = {name: fun for name, fun in gradients(loss).items() if name != '"auto"'}
+        rows = [{"": name} | compiled(fun, chips, *args, shardings=shardings) for name, fun in ways.items()]
+        return compared(rows, ("temporaries (GB)", "TFLOP", "collectives (MB)"))
 
-    p = {"table": shape(50257, 2048), "positions": shape(1024, 2048), "norm": (shape(2048), shape(2048))}
-    shardings = {name: P(None, both) if name != "norm" else P() for name in p}
-    p["layers"] = layers(24, 2048, True)
-    shardings = shardings | {"layers": spread(p["layers"], both, 256)}, P(both)
-    tokens = jax.ShapeDtypeStruct((1024, 1025), jnp.int32)
-    model = partial(language_model, form="scan, rematerialised", gather=gathered)
-    found = {name: fun for name, fun in gradients(model).items() if name != '"auto"'}
-    rows = [{"": name} | compiled(fun, grid, p, tokens, shardings=shardings) for name, fun in found.items()]
-    title = "GPT-2 of 1.3B parameters, 1,024 sequences of 1,024 tokens, on v5e:16x16: both over 256 chips"
-    tables[title] = compared(rows, ratios)
+    def deep() -> list[Row]:
+        p = layers(8, 1024, True)
+        return methods(stack, grid, p, shape(1024, 512, 1024), shardings=(spread(p, both, 256), P("data")))
 
-    rows, p = [], layers(4, 512, True)
-    for name, fun in gradients(partial(stack, gather=gathered)).items():
-        for chips in (4, 16, 64, 256) if name != '"auto"' else ():
-            shardings = spread(p, "data", chips), P("data")
-            row = compiled(fun, chips, p, shape(4 * chips, 512, 512), shardings=shardings)
-            rows.append({"": name, "chips": chips} | row)
-    tables["4 layers of 512, 4 sequences of 512 for each chip, v5e, all over one axis"] = rows
+    def large() -> list[Row]:
+        p = {"table": shape(50257, 2048), "positions": shape(1024, 2048), "norm": (shape(2048), shape(2048))}
+        spread_over = {name: P(None, both) if name != "norm" else P() for name in p}
+        p["layers"] = layers(24, 2048, True)
+        spread_over |= {"layers": spread(p["layers"], both, 256)}
+        model = partial(language_model, form="scan, rematerialised", gather=gathered)
+        tokens = jax.ShapeDtypeStruct((1024, 1025), jnp.int32)
+        return methods(model, grid, p, tokens, shardings=(spread_over, P(both)))
 
-    rows, columns, split = [], P(None, None, "model"), P(None, "model")
-    shardings = {"qkv": columns, "qkv_bias": split, "up": columns, "up_bias": split, "out": split, "down": split}
-    shardings = {name: shardings.get(name, P()) for name in p}, P("data")
-    for name, fun in gradients(stack).items():
-        if name != '"auto"':
-            row = compiled(fun, {"data": 4, "model": 4}, p, shape(16, 512, 512), shardings=shardings)
-            rows.append({"": name} | row)
-    tables["4 layers of 512, tensor parallel: 16 sequences of 512 over 4 chips, parameters over 4, v5e:4x4"] = rows
+    def scaling() -> list[Row]:
+        p, rows = layers(4, 512, True), []
+        for chips in (4, 16, 64, 256):
+            shardings, x = (spread(p, "data", chips), P("data")), shape(4 * chips, 128, 512)
+            found = methods(partial(stack, gather=gathered), chips, p, x, shardings=shardings)
+            rows += [{"chips": chips} | row for row in found]
+        return rows
 
-    rows = []
-    for chips, parts in ((4, 1), (16, 1), (64, 1), (256, 1), (4, 2), (16, 4), (64, 4), (256, 4)):
-        mesh = {"ensemble": chips // parts} | ({"data": parts} if parts > 1 else {})
-        trainer = Trainer(cross_entropy, optax.adam(1e-3), mesh=AbstractMesh(tuple(mesh.values()), tuple(mesh)))
-        make = partial(ConvNet, (16, 32, 64), False)
-        create = partial(Ensemble.create, make, 4 * mesh["ensemble"], seed=0)
-        state = jax.eval_shape(lambda trainer=trainer, create=create: trainer.init(create()))
-        batch = shape(64 * parts, 32, 32, 3), jax.ShapeDtypeStruct((64 * parts,), jnp.int32)
-        places = lambda x: P("ensemble") if x.ndim else None, P("data") if parts > 1 else None
-        row = compiled(trainer.step, mesh, state, batch, shardings=places)
-        row = {"chips": chips, "members": 4 * mesh["ensemble"], "parts of the batch": parts} | row
-        numbers = sum(math.prod(x.shape) for x in jax.tree.leaves(state.ensemble.trainable)) / mesh["ensemble"]
-        rows.append(row | {"gradients (MB)": 4 * numbers / 1e6})
-    tables["`Trainer.step` of convolutional networks, 4 members on each chip, 64 images for each part of the batch"] = (
-        rows
-    )
+    def divided() -> list[Row]:
+        p, columns, split = layers(4, 512, True), P(None, None, "model"), P(None, "model")
+        places = {"qkv": columns, "qkv_bias": split, "up": columns, "up_bias": split, "out": split, "down": split}
+        shardings = {name: places.get(name, P()) for name in p}, P("data")
+        return methods(stack, {"data": 4, "model": 4}, p, shape(16, 128, 512), shardings=shardings)
+
+    def members() -> list[Row]:
+        rows = []
+        for chips, parts in ((4, 1), (16, 1), (64, 1), (256, 1), (4, 2), (16, 4), (64, 4), (256, 4)):
+            mesh = {"ensemble": chips // parts} | ({"data": parts} if parts > 1 else {})
+            trainer = Trainer(cross_entropy, optax.adam(1e-3), mesh=AbstractMesh(tuple(mesh.values()), tuple(mesh)))
+            create = partial(Ensemble.create, partial(ConvNet, (16, 32, 64), False), 4 * mesh["ensemble"], seed=0)
+            state = jax.eval_shape(lambda trainer=trainer, create=create: trainer.init(create()))
+            batch = shape(64 * parts, 32, 32, 3), jax.ShapeDtypeStruct((64 * parts,), jnp.int32)
+            places = lambda x: P("ensemble") if x.ndim else None, P("data") if parts > 1 else None
+            row = compiled(trainer.step, mesh, state, batch, shardings=places)
+            row = {"chips": chips, "members": 4 * mesh["ensemble"], "parts of the batch": parts} | row
+            numbers = sum(math.prod(x.shape) for x in jax.tree.leaves(state.ensemble.trainable)) / mesh["ensemble"]
+            rows.append(row | {"gradients (MB)": 4 * numbers / 1e6})
+        return rows
 
     def alone(fun: Any, *args: Any) -> Any:
         return reported(fun, "v5e:2x2", *args), ""
 
+    tables: Tables = {
+        "8 layers of 1,024, 1,024 sequences of 512, on v5e:16x16: parameters over 256 chips, batch over 16": deep,
+        "GPT-2 of 1.3B parameters, 1,024 sequences of 1,024 tokens, on v5e:16x16: both over 256 chips": large,
+        "4 layers of 512, 4 sequences of 128 for each chip, v5e, all over one axis": scaling,
+        "4 layers of 512, 16 sequences of 128, tensor parallel, on v5e:4x4: batch over 4, each layer over 4": divided,
+        "`Trainer.step` of convolutional networks, 4 on each chip, 64 images for each part of the batch": members,
+    }
     return tables | transforms(alone)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("platform", choices=["cuda", "tpu"])
-    platform = parser.parse_args().platform
+    parser.add_argument("--only", default="", metavar="TEXT", help="the tables with this in their title; keep others")
+    given = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
-    tables = on_h200() if platform == "cuda" else on_tpu()
-    kind = {"cuda": "compiled for an NVIDIA H200", "tpu": "compiled for TPU v5e"}[platform]
+    tables, path = on_h200() if given.platform == "cuda" else on_tpu(), HERE / f"accelerators.{given.platform}.json"
+    before = json.loads(path.read_text())["tables"] if given.only else {}
     found = {
-        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib")},
-        "device": {"platform": platform, "kind": kind, "cores": os.cpu_count()},
-        "tables": {title: {"rows": rows, "claims": []} for title, rows in tables.items()},
+        title: {"rows": rows(), "claims": []} if given.only in title else before[title]
+        for title, rows in tables.items()
+        if given.only in title or title in before
     }
-    (HERE / f"accelerators.{platform}.json").write_text(json.dumps(found, indent=1) + "\n")
+    written = {
+        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib")},
+        "device": {
+            "platform": given.platform,
+            "kind": {"cuda": "compiled for an NVIDIA H200", "tpu": "compiled for TPU v5e"}[given.platform],
+            "cores": os.cpu_count(),
+        },
+        "tables": found,
+    }
+    path.write_text(json.dumps(written, indent=1) + "\n")
     print("written; render the page with: python benchmarks/render.py")
 
 

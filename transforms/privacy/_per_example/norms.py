@@ -227,7 +227,11 @@ class ExampleGradients:
         if self._keeps or not as_parameters or self.held or not has_linear_backward(self._plan):
             return at_uses()
         ordinary = partial(self._apart, partial(self._ordinary_gradient, examples, weights), weights, dtype)
-        return lax.platform_dependent(cpu=at_uses, default=ordinary)  # on a CPU, sums by rules are quicker
+        # On a CPU, sums by rules are quicker, but take up to twice the memory, which "ghost" is to save. So they are
+        # used for convolutions only, and for forms that the first pass has.
+        if convolved or any(not isinstance(form, RowSparse) for form in self._forms.values()):
+            return lax.platform_dependent(cpu=at_uses, default=ordinary)
+        return ordinary()
 
     def _apart(
         self, summed: Callable[[], list[jax.Array]], weights: jax.Array, dtype: Any, *, in_cond: bool = True
