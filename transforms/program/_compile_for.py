@@ -160,7 +160,7 @@ def compile_for(
     fun: Callable[..., Any],
     target: str,
     *args: Any,
-    mesh: Mapping[str, int] | AbstractMesh | None = None,
+    mesh: Mapping[str, int] | Mesh | AbstractMesh | None = None,
     shardings: Any = None,
 ) -> CompileReport:
     """Compile a call for another device, and report its memory, operations and collectives. Nothing is run.
@@ -170,9 +170,9 @@ def compile_for(
       target: a TPU slice such as "v5e:4x4" or "v6e:16x16" (generation and topology), or a platform that this process
         has, such as "cpu".
       *args: its arguments: arrays, `jax.ShapeDtypeStruct`s, pytrees of them, or modules.
-      mesh: the names and sizes of the mesh axes, such as `{"data": 16, "model": 16}`, or a `jax.sharding.AbstractMesh`,
-        whose axes may be explicit; the product of the sizes is at most the number of devices of the target. It is the
-        mesh of `jax.set_mesh` while `fun` is traced. None for one device.
+      mesh: the names and sizes of the mesh axes, such as `{"data": 16, "model": 16}`, or a mesh of JAX, of which only
+        these and the types of the axes (automatic or explicit) matter. The product of the sizes is at most the number
+        of devices of the target. It is the mesh of `jax.set_mesh` while `fun` is traced. None for one device.
       shardings: for each argument, a `PartitionSpec`, None (a copy on each device), a function that returns one of the
         two for an array, such as `lambda x: P("ensemble") if x.ndim else None`, or a pytree of them that is a prefix of
         the argument (a module has no parts). None if all arguments are copies.
@@ -181,7 +181,7 @@ def compile_for(
       A `CompileReport`. `fits` is False if the program needs more memory than a device has.
 
     Raises:
-      TypeError: `fun` is not callable, or `target` is not a string.
+      TypeError: `fun` is not callable, `target` is not a string, or `shardings` hold something else.
       ValueError: an unknown target; a GPU that is not here, for which JAX has no public way; a mesh that does not fit
         the target, or `shardings` without a mesh or for another number of arguments.
       ModuleNotFoundError: the plugin of the target is not installed.
@@ -243,9 +243,16 @@ def _spread(specs: Any, argument: Any) -> list[PartitionSpec]:
     """Return the specification of each leaf of an argument, given a pytree of them that is a prefix of it."""
 
     def of_part(spec: Any, part: Any) -> list[PartitionSpec]:
-        return [(spec(x) if callable(spec) else spec) or PartitionSpec() for x in jax.tree.leaves(part)]
+        found = [spec(x) if callable(spec) else spec for x in jax.tree.leaves(part)]
+        for x in found:
+            if not (x is None or isinstance(x, PartitionSpec)):
+                raise TypeError(f"compile_for: shardings must hold PartitionSpec or None, but got {describe(x)}.")
+        return [x or PartitionSpec() for x in found]
 
-    found = jax.tree.map(of_part, specs, argument, is_leaf=lambda x: x is None or isinstance(x, PartitionSpec))
+    try:
+        found = jax.tree.map(of_part, specs, argument, is_leaf=lambda x: x is None or isinstance(x, PartitionSpec))
+    except ValueError as error:  # JAX names the place
+        raise ValueError(f"compile_for: shardings must be a prefix of the argument: {error}") from error
     return jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
@@ -286,10 +293,11 @@ def _has_tpu_compiler() -> bool:
     return find_spec("libtpu") is not None
 
 
-def _mesh_of(devices: Sequence[Any], target: str, mesh: Mapping[str, int] | AbstractMesh | None) -> Mesh:
+def _mesh_of(devices: Sequence[Any], target: str, mesh: Any) -> Mesh:
     """Return the mesh of the devices that are used."""
-    axes: dict[Any, int] = dict(mesh.shape if isinstance(mesh, AbstractMesh) else mesh or {"one": 1})
-    types = mesh.axis_types if isinstance(mesh, AbstractMesh) else (AxisType.Auto,) * len(axes)
+    of_jax = isinstance(mesh, (Mesh, AbstractMesh))
+    axes: dict[Any, int] = dict(mesh.shape if of_jax else mesh or {"one": 1})
+    types = mesh.axis_types if of_jax else (AxisType.Auto,) * len(axes)
     for name, size in axes.items():
         check_count("compile_for", f"mesh[{name!r}]", size)
     size = math.prod(axes.values())

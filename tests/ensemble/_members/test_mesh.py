@@ -615,6 +615,16 @@ class Test_meshes_that_are_refused:
         with pytest.raises(TypeError, match=r"Ensemble.create: mesh must be a jax.sharding.Mesh"):
             Ensemble.create(linear, 2, seed=0, mesh="all")
 
+    def test_a_mesh_without_devices_outside_a_trace(self) -> None:
+        mesh = jax.sharding.AbstractMesh((2,), ("ensemble",))
+        trainer = Trainer(square, optax.sgd(0.1), mesh=mesh)
+        for call in (
+            lambda: trainer.init(Ensemble.create(linear, 2, seed=0)),
+            lambda: Ensemble.create(linear, 2, seed=0, mesh=mesh),
+        ):
+            with pytest.raises(ValueError, match="an AbstractMesh has no devices to place an array on; trace the call"):
+                call()
+
     def test_other_axes(self) -> None:
         for names in (("members",), ("ensemble", "model"), ("data",)):
             mesh = jax.make_mesh((1,) * len(names), names)

@@ -180,6 +180,16 @@ def test_refusals(target: str, options: Any, message: str) -> None:
         compile_for(jnp.tanh, target, shape(3), **options)
 
 
+def test_shardings_of_other_kinds() -> None:
+    mesh = jax.make_mesh((1,), ("data",))  # of a mesh of JAX, the devices do not matter
+    assert compile_for(jnp.tanh, "cpu", shape(3), mesh=mesh, shardings=(P("data"),)).devices == 1
+    for bad in ("data", lambda _: "data", 3):
+        with pytest.raises(TypeError, match="shardings must hold PartitionSpec or None, but got"):
+            compile_for(jnp.tanh, "cpu", shape(3), mesh=mesh, shardings=(bad,))
+    with pytest.raises(ValueError, match="compile_for: shardings must be a prefix of the argument"):
+        compile_for(jnp.tanh, "cpu", shape(3), mesh=mesh, shardings=([P("data")],))
+
+
 def test_a_missing_plugin_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(

@@ -94,7 +94,10 @@ class OuterProduct(NamedTuple):
         return dtype if dtype == jnp.bfloat16 else wide(dtype)
 
     def weighted(self, weights: jax.Array, dtype: Any = None, finite: bool = False) -> jax.Array:
-        """Sum `weights` times the gradient over examples: like the operand, in `dtype` or wider."""
+        """Sum `weights` times the gradient over examples: like the operand, in `dtype` or wider.
+
+        With `finite`, gradients of weight zero are finite too, and need no mask, which would copy the factors.
+        """
         summed_as = self._summed_as()
         left, right = (self.left, self.right) if finite else (kept(x, weights) for x in (self.left, self.right))
         # Σᵢ Aᵢᵀ(cᵢGᵢ): one product over examples and positions, as in an ordinary backward pass.

@@ -233,6 +233,8 @@ WIDE = {
     for name, shape in {"up": (2, 48, 64), "bias": (2, 64), "down": (2, 64, 48)}.items()
 }
 
+COLUMNS = {"up": P(None, None, "data"), "bias": P(None, "data"), "down": P(None, None, "data")}
+
 
 def layers(params: Any, x: Any, gather: Any = lambda w: w) -> Any:
     """Return a loss of two rematerialised layers in a scan, whose parameters `gather` may collect."""
@@ -255,12 +257,11 @@ def spread_parameters(method: str) -> None:
     options: dict[str, Any] = {"l2_clip_norm": 0.05, "return_grad_norms": True}
     expected = jax.jit(clipped_grad(layers, **options, method="vmap"))(WIDE, x)
     last, inner = P(None, None, "model"), P(None, "model")
-    columns = {"up": P(None, None, "data"), "bias": P(None, "data"), "down": P(None, None, "data")}
     gathered = lambda w: lax.with_sharding_constraint(w, P())
     cases: tuple[tuple[Any, Any, Any, AxisType], ...] = (
-        ({"data": 4}, columns, lambda w: w, AxisType.Auto),
-        ({"data": 4}, columns, gathered, AxisType.Auto),
-        ({"data": 4}, columns, gathered, AxisType.Explicit),
+        ({"data": 4}, COLUMNS, lambda w: w, AxisType.Auto),
+        ({"data": 4}, COLUMNS, gathered, AxisType.Auto),
+        ({"data": 4}, COLUMNS, gathered, AxisType.Explicit),
         ({"data": 2, "model": 2}, {"up": last, "bias": inner, "down": inner}, lambda w: w, AxisType.Auto),
     )
     for axes, specs, gather, kind in cases:
@@ -293,8 +294,7 @@ def shard_map_of_gathered_parameters(method: str) -> None:
         parts = jax.tree.map(lambda g: lax.psum_scatter(g, "data", scatter_dimension=g.ndim - 1, tiled=True), sums)
         return parts, tuple(aux)
 
-    columns = {"up": P(None, None, "data"), "bias": P(None, "data"), "down": P(None, None, "data")}
-    mapped = jax.shard_map(of_some, mesh=mesh_of(data=4), in_specs=(columns, P("data")), out_specs=(columns, P("data")))
+    mapped = jax.shard_map(of_some, mesh=mesh_of(data=4), in_specs=(COLUMNS, P("data")), out_specs=(COLUMNS, P("data")))
     found = jax.jit(mapped)(WIDE, x)
     assert_close(
         found, jax.jit(clipped_grad(layers, l2_clip_norm=0.05, return_grad_norms=True, method="vmap"))(WIDE, x)
@@ -302,7 +302,7 @@ def shard_map_of_gathered_parameters(method: str) -> None:
     # A loss that collects its parameters itself would mix the gradients of the examples of all devices.
     inside = lambda p, x: layers(p, x, lambda w: lax.all_gather(w, "data", axis=w.ndim - 1, tiled=True))
     refused = clipped_grad(inside, l2_clip_norm=0.05, method=method)
-    mapped = jax.shard_map(refused, mesh=mesh_of(data=4), in_specs=(columns, P("data")), out_specs=columns)
+    mapped = jax.shard_map(refused, mesh=mesh_of(data=4), in_specs=(COLUMNS, P("data")), out_specs=COLUMNS)
     with pytest.raises(ValueError, match=r"the loss of one example has all_gather\w*, which combines devices"):
         jax.jit(mapped)(WIDE, x)
 
