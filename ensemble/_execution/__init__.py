@@ -7,6 +7,8 @@ Input: a state, a batch and its `in_axes`. Output: the new state, the metrics of
   that the user set, by the execution of an earlier run, by the memory budget (the largest chunk that fits), or, for
   "auto", follows a `Search`. On a mesh or in a trace a "loop" is not possible: `Stepper._possible` replaces it with
   "unroll", or with "map" if there are many members.
+- `last_step.py`: `LastStep` lets `Trainer.step` take another step like the last one with the program of that one,
+  without choosing and checking again, which takes longer than the step of a small ensemble.
 - `search.py`: `Search` starts with the execution that `by_rule` of `_members/strategy.py` returns, and decides when to
   compile and try another one on the steps of the run, and which to use from then on.
 - `autotune.py`: `Tuning`, what a search has found, which `Trainer.explain` prints; cached in the process and in

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -87,10 +87,8 @@ class Executor:
         self.layout = layout
         self._latest: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
         # One program for a step that leaves its state usable, and one for a step that donates the memory of its state.
-        self._programs = [
-            jax.jit(partial(self._step_of_all, in_place), static_argnums=0, donate_argnums=(1,) * in_place)
-            for in_place in (False, True)
-        ]
+        # A function for each static part, since `jax.jit` would compare static arguments at every call.
+        self._program = lru_cache(maxsize=256)(self._compiled)
         # Always donates the memory of the member: unstacked arrays are copies or results of the previous step, to which
         # there are no other references.
         self._member_program = jax.jit(self._step_of_member, static_argnums=0, donate_argnums=1)
@@ -108,7 +106,8 @@ class Executor:
         if execution.strategy != "loop":
             layout = self._layout_of(execution)
             with within(layout):
-                arrays, step, metrics = self._programs[donate](*self._arguments(execution, inputs))
+                program = self.program(execution, inputs, donate)
+                arrays, step, metrics = program(*self._arguments(execution, inputs))
             after = Padded(structure, size, arrays, step)
             metrics = metrics if layout is None else without_padding(metrics, size)
         else:
@@ -149,8 +148,15 @@ class Executor:
         # On a mesh, shardings are in the program; else `compile_for` may compile for another device.
         place = jax.sharding.SingleDeviceSharding(device()) if device() is not None and layout is None else None
         with within(layout):
-            arguments = self._arguments(execution, inputs)
-            return self._programs[donate].lower(*jax.tree.map(partial(_shape_if_traced, place=place), arguments))
+            arguments = jax.tree.map(partial(_shape_if_traced, place=place), self._arguments(execution, inputs))
+            return self.program(execution, inputs, donate).lower(*arguments)
+
+    def program(self, execution: Execution, inputs: StepInputs, donate: bool) -> Any:
+        """Return the compiled program of a step: a function of the arrays of all members, the step and the batch."""
+        return self._program(self._static(execution, inputs), donate)
+
+    def _compiled(self, static: tuple[Any, ...], donate: bool) -> Any:
+        return jax.jit(partial(self._step_of_all, donate, static), donate_argnums=(0,) * donate)
 
     def _static(self, execution: Execution, inputs: StepInputs) -> tuple[Any, ...]:
         """Return the static argument of the programs; the same object for equal steps in a row, which is quicker."""
@@ -161,13 +167,12 @@ class Executor:
 
     def _arguments(self, execution: Execution, inputs: StepInputs) -> tuple[Any, ...]:
         """Return the arguments of a program of all members, with the arrays on the devices of that program."""
-        state, batches = inputs.state, inputs.arguments
-        static, layout = self._static(execution, inputs), self._layout_of(execution)
+        state, batches, layout = inputs.state, inputs.arguments, self._layout_of(execution)
         if layout is None:
-            return static, rows_of(state), state.step, batches
+            return rows_of(state), state.step, batches
         state = padded(state, layout)
         placed = layout.place_batch(batches, inputs.axes, inputs.size, stacked=inputs.steps is not None)
-        return static, state.arrays, state.step, placed
+        return state.arrays, state.step, placed
 
     def _layout_of(self, execution: Execution) -> Layout | None:
         if self.layout is None and execution.devices > 1:

@@ -12,16 +12,19 @@ from jax.extend.core import Jaxpr
 
 from ...transforms._convolutions.as_products import has_convolution
 from ...transforms._core.axes import Axes, axes_per_argument, mapped_size
+from ...transforms._core.compat import Tracer
 from ...transforms._core.memory import largest_chunk
 from ...transforms._core.target import device, platform
 from ...transforms._runs.source import Stacked, copied, first_of
 from .._members.sharding import Layout
 from .._members.strategy import Execution, by_rule
 from .._step.member_step import MemberStep
+from .._step.state import TrainState
 from .autotune import Tuning, fingerprint, recall, remember
 from .data_parallel import check_split
 from .executor import Executor, StepInputs
 from .forms import State, Unstacked, stacked, unstacked
+from .last_step import LastStep
 from .search import Search, chunk_of
 
 # Where "loop" is not possible, "auto" replaces it with "unroll" for at most this many members, and with "map" for more.
@@ -43,6 +46,7 @@ class Stepper:
     Attributes:
       executor: runs the steps.
       search: the latest search of "auto" for an execution; None if there is none.
+      last: the last step, if it left its state usable and can be repeated without choosing again.
       digests: the digests of the programs that checkpoints have stored, by the kind of their inputs.
     """
 
@@ -60,6 +64,7 @@ class Stepper:
         self._budget, self._seconds, self._cache = budget, seconds, cache
         self.executor = Executor(step, layout)
         self.search: Search | None = None
+        self.last: LastStep | None = None
         self.digests: dict[Any, str] = {}
         # The axes of the arguments, by the number of members, structure and shapes, for which they were checked.
         self._axes: dict[Any, tuple[Axes, ...]] = {}
@@ -162,7 +167,16 @@ class Stepper:
                 return self._follow(found, inputs, donate, left)
             fixed = found
         fixed = self._fitting(inputs, donate, fixed)
-        return *self.executor.execute(fixed, inputs, donate), fixed
+        after, metrics = self.executor.execute(fixed, inputs, donate)
+        self._remember(inputs, fixed, after, donate)
+        return after, metrics, fixed
+
+    def _remember(self, inputs: StepInputs, execution: Execution, after: State, donate: bool) -> None:
+        """Remember a step that can be repeated without choosing its execution again."""
+        alone = execution.devices == 1 and execution.strategy != "loop" and self.executor.layout is None
+        if alone and not donate and isinstance(after, TrainState) and not isinstance(after.step, Tracer):
+            program = self.executor.program(execution, inputs, donate)
+            self.last = LastStep(program, inputs.state, after, inputs.arguments)
 
     def _follow(
         self, search: Search, inputs: StepInputs, donate: bool, left: int | None
@@ -194,6 +208,8 @@ class Stepper:
                 search.failed(error)
                 return self._follow(search, inputs, donate, left)
         search.took(steps)
+        if not search.is_open:
+            self._remember(inputs, execution, after, donate)
         return after, metrics, execution
 
     def _first(self, search: Search, inputs: StepInputs, donate: bool) -> tuple[State, dict[str, jax.Array], Execution]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -20,20 +21,36 @@ from .sharding import ENSEMBLE, Layout
 from .strategy import Execution, in_turn, over_members
 
 
-# The ensemble is typed as Any, since `ensemble.py` imports this file.
-@partial(jax.jit, static_argnums=(2, 3, 4))
-def call_members(
-    ens: Any, arrays: list[Any], static: HashablePytree, in_axes: HashablePytree, layout: Layout | None
-) -> Any:
-    """Return the outputs of all members, stacked along axis 0.
+# A cached function, since `jax.jit` compares static arguments at every call, which takes longer than a small program.
+@lru_cache(maxsize=4096)
+def program_of_members(
+    ensemble: Any, static: HashablePytree, in_axes: HashablePytree, layout: Layout | None
+) -> Callable[[Any, Any, list[Any]], Any]:
+    """Return the compiled program that calls all members.
 
     Args:
-      ens: the ensemble.
-      arrays: the arrays among the arguments, from `HashablePytree.separate((args, kwargs))`.
-      static: the rest of the arguments, from the same call.
+      ensemble: the tree structure of the ensemble.
+      static: what is not an array among the arguments, from `HashablePytree.separate((args, kwargs))`.
       in_axes: the `in_axes` of `Ensemble.__call__`, made hashable.
       layout: the devices of the members; None on one device.
+
+    Returns:
+      A function of the trainable and the other arrays of the ensemble, and the arrays among the arguments, that returns
+      the outputs of the members, stacked along axis 0.
     """
+    return jax.jit(partial(_call_members, ensemble, static, in_axes, layout))
+
+
+def _call_members(
+    ensemble: Any,
+    static: HashablePytree,
+    in_axes: HashablePytree,
+    layout: Layout | None,
+    trainable: Any,
+    rest: Any,
+    arrays: list[Any],
+) -> Any:
+    ens = jax.tree.unflatten(ensemble, jax.tree.leaves((trainable, rest)))
     args, kwargs = static.join(arrays)
     axes = axes_per_argument("Ensemble", in_axes.value, args)
     keyword_axis = None if in_axes.value is None else 0

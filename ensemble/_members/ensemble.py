@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, SupportsIndex, TypeVar, get_args, overload
 
 import jax
@@ -16,7 +17,7 @@ from ...transforms._core.arguments import check_callable, check_choice, describe
 from ...transforms._core.axes import Axes, check_in_axes
 from ...transforms._models.hashable import HashablePytree
 from ...transforms._models.split_model import M, Structure, is_model, is_module, split
-from .call import call_members
+from .call import program_of_members
 from .create import create_members, stack_members
 from .functional_model import FunctionalModel, Rule
 from .ndims import Ndims
@@ -196,15 +197,26 @@ class Ensemble(Generic[M]):
           ValueError: `in_axes` does not match the arguments; a mapped axis does not have length `len(self)`; a member
             would change its own state (BatchNorm in training mode, dropout): see `view`.
         """
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        # The checks of a call take longer than a small program, so a later call of the same kind skips them.
+        plain = in_axes is None or type(in_axes) is int
+        kind = treedef, in_axes, *map(type, leaves)
+        if plain and (known := self._programs.get(kind)):
+            return known(self.trainable, self.rest, leaves)
         check_in_axes("Ensemble", in_axes)
         self._check_intact()
         arrays, static = HashablePytree.separate((args, kwargs))
         layout = Layout.around(self)
         home = layout or Layout.home(self)
+        program = program_of_members(jax.tree.structure(self), static, HashablePytree.of(in_axes), layout)
+        if home is None:
+            out = program(self.trainable, self.rest, arrays)
+            if plain and len(arrays) == len(leaves):
+                self._programs[kind] = program
+            return out
         with within(home):
-            if home:
-                arrays = list(map(layout.place_shared if layout else home.reach, arrays))
-            return call_members(self, arrays, static, HashablePytree.of(in_axes), layout)
+            arrays = list(map(layout.place_shared if layout else home.reach, arrays))
+            return program(self.trainable, self.rest, arrays)
 
     def predict(
         self,
@@ -324,6 +336,18 @@ class Ensemble(Generic[M]):
             return f"Ensemble({self.trainable!r}, {self.rest!r})"
         count = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(self.trainable))
         return f"Ensemble of {len(self)} × {self.structure!r}, {count:,} parameter{'s' * (count != 1)} each"
+
+    @cached_property
+    def _programs(self) -> dict[Any, Callable[..., Any]]:
+        """Return the compiled programs of earlier calls on one device, by the kind of their arguments."""
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_programs"}  # programs cannot be copied
+
+    def _with(self, trainable: Any, rest: Any) -> Ensemble[M]:
+        """Return the ensemble with other arrays of the same structure and shapes."""
+        return _unflatten((self.structure, self._ndims), (trainable, rest))
 
     def _current_ndims(self) -> Ndims:
         return Ndims(tuple(getattr(x, "ndim", -1) for x in jax.tree.leaves((self.trainable, self.rest))))

@@ -47,6 +47,11 @@ class TrainState(Generic[M]):
         trainable, rest, opt_state, standing = arrays
         return cls(Ensemble(structure, trainable, rest), opt_state, step, standing)
 
+    def _with(self, arrays: Arrays, step: jax.Array) -> TrainState[M]:
+        """Return the state with other arrays of the same structure and shapes."""
+        trainable, rest, opt_state, standing = arrays
+        return TrainState(self.ensemble._with(trainable, rest), opt_state, step, standing)
+
     def _arrays(self) -> Arrays:
         return self.ensemble.trainable, self.ensemble.rest, self.opt_state, self.standing
 

@@ -231,12 +231,16 @@ class Trainer:
             into the budget; the mesh has an axis "data", and the batch does not split evenly over it, the loss is not a
             mean over the examples, or the optimizer evaluates the loss again (`optax.lbfgs`).
         """
-        self._check_state("Trainer.step", state)
-        # "stopped" is for `fit`; users read `state.standing`.
-        new, metrics, _ = self._stepper.advance(state, as_arrays("Trainer.step", "batch", batch))
-        after = stacked(new)
+        last = self._stepper.last
+        again = None if last is None else last.again(state, batch)
+        if again is None:
+            self._check_state("Trainer.step", state)
+            new, metrics, _ = self._stepper.advance(state, as_arrays("Trainer.step", "batch", batch))
+            again = stacked(new), metrics
+        after, metrics = again
         self._latest = weakref.ref(after)
-        return after, {name: x for name, x in metrics.items() if name != "stopped"}
+        del metrics["stopped"]  # for `fit`; users read `state.standing`
+        return after, metrics
 
     def fit(
         self,

@@ -144,6 +144,10 @@ class ModuleStructure:
         return self is other or (isinstance(other, ModuleStructure) and self._key == other._key)
 
     def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
         return hash(tuple(self.paths))  # much faster than hashing the graph, and distinguishes most structures
 
     @cached_property

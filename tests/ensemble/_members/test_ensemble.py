@@ -101,6 +101,40 @@ def test_a_call_is_compiled_once_for_each_kind_of_input(plain):
     assert len(traces) == 2
 
 
+def test_calls_after_the_first_are_checked_like_it(plain, ens):
+    fresh, each = Ensemble.create(plain, 3, seed=0), jnp.asarray(EACH)
+    for x in (jnp.asarray(X), X, jnp.ones((5, 4)), jnp.asarray(X)):
+        for _ in range(2):
+            np.testing.assert_allclose(fresh(x), np.stack([member(x) for member in ens]), rtol=1e-6, atol=1e-7)
+    for _ in range(2):
+        own = [member(x) for member, x in zip(ens, EACH, strict=True)]
+        np.testing.assert_allclose(fresh(each, in_axes=0), own, rtol=1e-6, atol=1e-7)
+        with pytest.raises(ValueError, match="number of members"):
+            fresh(each[:2], in_axes=0)
+        with pytest.raises(TypeError, match="in_axes"):
+            fresh(each, in_axes=False)
+        with pytest.raises(TypeError):
+            fresh(each, "more", None, None)
+    for duplicate in (copy.deepcopy(fresh), pickle.loads(pickle.dumps(fresh))):
+        np.testing.assert_array_equal(duplicate(X), fresh(X))
+    assert len(fresh[1:]) == len(jax.tree.map(lambda x: x[1:], fresh)(X)) == 2
+
+
+def test_calls_of_one_architecture_share_a_program(plain):
+    traces = []
+
+    class Traced(plain):
+        def __call__(self, x):
+            traces.append(x.shape)
+            return super().__call__(x)
+
+    for seed in range(3):
+        ens = Ensemble.create(Traced, 2, seed=seed)
+        for _ in range(2):
+            jax.tree.map(jnp.copy, ens)(X)
+    assert len(traces) == 1
+
+
 def test_indexing(ens, assert_same):
     members = ens.unstack()
     assert len(ens) == len(members) == 3
