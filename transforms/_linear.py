@@ -11,6 +11,7 @@ import jax
 from jax.tree_util import Partial, register_dataclass
 
 from ._calls.call import Call
+from ._calls.plain import are_tangents, outline_of, plain_arrays
 from ._calls.primals import Primals
 from ._core.arguments import check_callable, describe
 from ._grad import seed
@@ -67,6 +68,9 @@ def jvp(
       >>> jvp(lambda x, y: x**3 + y, (2.0, 1.0), (1.0, 1.0))
       (Array(9., dtype=float32, weak_type=True), Array(13., dtype=float32, weak_type=True))
     """
+    plain = None if has_aux else plain_arrays(fun, primals)
+    if plain and are_tangents(plain, tangents):
+        return jax.jvp(fun, primals, tangents)
     call = all_of("jvp", fun, primals, has_aux)
     call.check_arrays()  # integers pass, unlike in `grad`: their tangents are zeros of dtype float0, as in JAX
     out, tangent, rest = jax.jvp(call, call.primals, call.form.tangents(tangents), has_aux=True)
@@ -119,13 +123,18 @@ def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[
       >>> pull(1.0)
       (Array([3., 4.], dtype=float32), Array([1., 2.], dtype=float32))
     """
-    call = all_of("vjp", fun, primals, has_aux)
-    call.check_arrays()
-    # `rest` holds the auxiliary output and the changed state of models, both known before any cotangent is given.
-    out, pull, rest = jax.vjp(call, *call.primals, has_aux=True)
-    aux = call.finish(rest)
+    plain = None if has_aux else plain_arrays(fun, primals)
+    if plain:
+        out, pull = jax.vjp(fun, *primals)
+        aux, outline = None, outline_of("vjp", fun, plain)
+    else:
+        call = all_of("vjp", fun, primals, has_aux)
+        call.check_arrays()
+        # `rest` holds the auxiliary output and the changed state of models, both known before any cotangent is given.
+        out, pull, rest = jax.vjp(call, *call.primals, has_aux=True)
+        aux, outline = call.finish(rest), call.form.outline()
     # Only the types of primals and outputs are kept, for checks of cotangents, so the arrays can be freed.
-    gradients = Pullback(pull, call.form.outline(), HashablePytree.of(jax.tree.map(jax.typeof, out)))
+    gradients = Pullback(pull, outline, HashablePytree.of(jax.tree.map(jax.typeof, out)))
     return (out, gradients, aux) if has_aux else (out, gradients)
 
 
@@ -168,11 +177,16 @@ def linearize(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> 
       >>> float(push(1.0)), float(push(2.0))
       (6.0, 12.0)
     """
-    call = all_of("linearize", fun, primals, has_aux)
-    call.check_arrays()
-    out, push, rest = jax.linearize(call, *call.primals, has_aux=True)
-    aux = call.finish(rest)
-    derivative = Partial(_pushed, push, call.form.outline())
+    plain = None if has_aux else plain_arrays(fun, primals)
+    if plain:
+        out, push = jax.linearize(fun, *primals)
+        aux, outline = None, outline_of("linearize", fun, plain)
+    else:
+        call = all_of("linearize", fun, primals, has_aux)
+        call.check_arrays()
+        out, push, rest = jax.linearize(call, *call.primals, has_aux=True)
+        aux, outline = call.finish(rest), call.form.outline()
+    derivative = Partial(_pushed, push, outline)
     return (out, derivative, aux) if has_aux else (out, derivative)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 
 from ._calls.chunk import map_in_chunks, map_parts_in_chunks
 from ._calls.explicit_sharding import divided_alike
+from ._calls.plain import plain_size
 from ._core.arguments import argument_name, check_callable, check_count, leaf_name, transform_of, wrap_like
 from ._core.axes import Axes, axes_per_argument, broadcast_axes, check_axes, check_in_axes, check_out_axes, mapped_size
 from ._core.memory import check_budget, chunk_within
@@ -137,10 +139,20 @@ def vmap_of(
     keyword_axis = None if owner_axis == 0 and in_axes is None else 0
 
     names = {"axis_name": axis_name, "spmd_axis_name": spmd_axis_name}
+    whole = owner is None and axis_size is None and chunk_size is None and budget is None
+
+    def of_plain_slice(*args: Any) -> Any:
+        out = fun(*args)
+        if out_axes == 0 and isinstance(out, jax.Array):
+            return out
+        return _split_output(api, out, [], out_axes)
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
         """Map `fun` over the slices of these arguments."""
         argument_axes = axes_per_argument(api, in_axes, args)
+        if whole and not kwargs and plain_size(args, argument_axes) is not None:
+            with _suggesting(api, fun, argument_axes):
+                return merge_tree(jax.vmap(of_plain_slice, argument_axes, out_axes, **names)(*args))
         for ensemble in filter(is_members, models_of((args, kwargs))):
             len(ensemble)  # raises unless axis 0 indexes the members
         refuse_shared_state(api, fun, owner, args, kwargs)
@@ -165,19 +177,26 @@ def vmap_of(
                 return map_parts_in_chunks(over_slices, arrays, axes, out_axes, size, parts, chunk)
             return map_in_chunks(over_slices, arrays, axes, out_axes, size, chunk)
 
-        try:
+        with _suggesting(api, fun, argument_axes):
             # For a budget, `in_chunks` is compiled with several chunk sizes until the largest that fits is found.
             return merge_tree(in_chunks(chunk_size if budget is None else chunk_within(api, in_chunks, size, budget)))
-        except Exception as error:
-            # Such an error comes from the model and is about shapes: it names neither `vmap` nor the remedy.
-            if getattr(fun, "__name__", "").startswith(("grad(", "value_and_grad(")) and transform_of(fun):
-                batched = tuple(i for i, axes in enumerate(argument_axes) if axes is not None)
-                instead = f"plurax.transforms.per_sample_grad(loss, batch_argnums={batched})"
-                error.add_note(f"{api}: each slice is one sample; if the loss needs a batch axis, use {instead}.")
-            raise
 
     options = in_axes, out_axes, axis_name, axis_size, spmd_axis_name, chunk_size, memory_budget
     return wrap_like(fun, api, mapped, lambda fun: vmap_of(api, fun, *options))
+
+
+@contextmanager
+def _suggesting(api: str, fun: Callable[..., Any], axes: Sequence[Axes]) -> Iterator[None]:
+    """Add a remedy to an error of a mapped gradient."""
+    try:
+        yield
+    except Exception as error:
+        # Such an error comes from the model and is about shapes: it names neither `vmap` nor the remedy.
+        if getattr(fun, "__name__", "").startswith(("grad(", "value_and_grad(")) and transform_of(fun):
+            batched = tuple(i for i, axis in enumerate(axes) if axis is not None)
+            instead = f"plurax.transforms.per_sample_grad(loss, batch_argnums={batched})"
+            error.add_note(f"{api}: each slice is one sample; if the loss needs a batch axis, use {instead}.")
+        raise
 
 
 def _is_stacked(x: Any) -> bool:
@@ -221,6 +240,18 @@ def _evaluate_slice(api: str, function: Callable[..., Any], arrays: Any, axes: A
     # `call_with_models` returns models in the order of their splits, so the index of a member's split is its model's.
     befores = splits_of(arguments)
     members = [(ensemble, before.structure, models[befores.index(before)]) for ensemble, before in ensembles]
+    return _split_output(api, out, members, out_axes)
+
+
+def _split_output(api: str, out: Any, members: Sequence[tuple[Any, Any, Any]], out_axes: Axes) -> Any:
+    """Return the output for one slice with split models; raise if `out_axes` does not fit it.
+
+    Args:
+      api: the transform's name in errors.
+      out: the output.
+      members: for each ensemble whose members are mapped, the ensemble, and the structure and the model of a member.
+      out_axes: as for `vmap`.
+    """
 
     def split_output(x: Any) -> Any:
         """Return a model as an ensemble if it has the structure of a member, and otherwise split."""

@@ -174,7 +174,8 @@ class Stepper:
     def _remember(self, inputs: StepInputs, execution: Execution, after: State, donate: bool) -> None:
         """Remember a step that can be repeated without choosing its execution again."""
         alone = execution.devices == 1 and execution.strategy != "loop" and self.executor.layout is None
-        if alone and not donate and isinstance(after, TrainState) and not isinstance(after.step, Tracer):
+        known = isinstance(inputs.state, TrainState) and isinstance(after, TrainState)
+        if alone and not donate and known and not isinstance(after.step, Tracer):
             program = self.executor.program(execution, inputs, donate)
             self.last = LastStep(program, inputs.state, after, inputs.arguments)
 

@@ -12,18 +12,51 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
 from ...transforms._calls.explicit_sharding import divided_alike
-from ...transforms._core.axes import axes_per_argument, broadcast_axes, mapped_size
+from ...transforms._core.axes import Axes, axes_per_argument, broadcast_axes, check_in_axes, mapped_size
 from ...transforms._core.target import platform
 from ...transforms._models.hashable import HashablePytree
 from ...transforms._models.mutation import call_with_models, refuse_changes
 from ...transforms._models.split_model import split
-from .sharding import ENSEMBLE, Layout
+from .sharding import ENSEMBLE, Layout, within
 from .strategy import Execution, in_turn, over_members
+
+
+# The ensemble is typed as Any, since `ensemble.py` imports this file.
+def call_members(ens: Any, programs: dict[Any, Callable[..., Any]], args: Any, kwargs: Any, in_axes: Axes) -> Any:
+    """Return the outputs of all members, stacked along axis 0.
+
+    Args:
+      ens: the ensemble.
+      programs: the compiled programs of its earlier calls on one device, by the kind of their arguments.
+      args: the positional arguments.
+      kwargs: the keyword arguments.
+      in_axes: the axes of the arguments, as for `Ensemble.__call__`.
+    """
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    # The checks of a call take longer than a small program, so a later call of the same kind skips them.
+    plain = in_axes is None or type(in_axes) is int
+    kind = treedef, in_axes, *map(type, leaves)
+    if plain and (known := programs.get(kind)):
+        return known(ens.trainable, ens.rest, leaves)
+    check_in_axes("Ensemble", in_axes)
+    ens._check_intact()
+    arrays, static = HashablePytree.separate((args, kwargs))
+    layout = Layout.around(ens)
+    home = layout or Layout.home(ens)
+    program = _program(jax.tree.structure(ens), static, HashablePytree.of(in_axes), layout)
+    if home is None:
+        out = program(ens.trainable, ens.rest, arrays)
+        if plain and len(arrays) == len(leaves):
+            programs[kind] = program
+        return out
+    with within(home):
+        arrays = list(map(layout.place_shared if layout else home.reach, arrays))
+        return program(ens.trainable, ens.rest, arrays)
 
 
 # A cached function, since `jax.jit` compares static arguments at every call, which takes longer than a small program.
 @lru_cache(maxsize=4096)
-def program_of_members(
+def _program(
     ensemble: Any, static: HashablePytree, in_axes: HashablePytree, layout: Layout | None
 ) -> Callable[[Any, Any, list[Any]], Any]:
     """Return the compiled program that calls all members.
@@ -38,10 +71,10 @@ def program_of_members(
       A function of the trainable and the other arrays of the ensemble, and the arrays among the arguments, that returns
       the outputs of the members, stacked along axis 0.
     """
-    return jax.jit(partial(_call_members, ensemble, static, in_axes, layout))
+    return jax.jit(partial(_outputs, ensemble, static, in_axes, layout))
 
 
-def _call_members(
+def _outputs(
     ensemble: Any,
     static: HashablePytree,
     in_axes: HashablePytree,

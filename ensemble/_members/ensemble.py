@@ -14,10 +14,9 @@ from jax.tree_util import GetAttrKey, register_pytree_with_keys
 from jax.typing import ArrayLike
 
 from ...transforms._core.arguments import check_callable, check_choice, describe
-from ...transforms._core.axes import Axes, check_in_axes
-from ...transforms._models.hashable import HashablePytree
+from ...transforms._core.axes import Axes
 from ...transforms._models.split_model import M, Structure, is_model, is_module, split
-from .call import program_of_members
+from .call import call_members
 from .create import create_members, stack_members
 from .functional_model import FunctionalModel, Rule
 from .ndims import Ndims
@@ -197,26 +196,7 @@ class Ensemble(Generic[M]):
           ValueError: `in_axes` does not match the arguments; a mapped axis does not have length `len(self)`; a member
             would change its own state (BatchNorm in training mode, dropout): see `view`.
         """
-        leaves, treedef = jax.tree.flatten((args, kwargs))
-        # The checks of a call take longer than a small program, so a later call of the same kind skips them.
-        plain = in_axes is None or type(in_axes) is int
-        kind = treedef, in_axes, *map(type, leaves)
-        if plain and (known := self._programs.get(kind)):
-            return known(self.trainable, self.rest, leaves)
-        check_in_axes("Ensemble", in_axes)
-        self._check_intact()
-        arrays, static = HashablePytree.separate((args, kwargs))
-        layout = Layout.around(self)
-        home = layout or Layout.home(self)
-        program = program_of_members(jax.tree.structure(self), static, HashablePytree.of(in_axes), layout)
-        if home is None:
-            out = program(self.trainable, self.rest, arrays)
-            if plain and len(arrays) == len(leaves):
-                self._programs[kind] = program
-            return out
-        with within(home):
-            arrays = list(map(layout.place_shared if layout else home.reach, arrays))
-            return program(self.trainable, self.rest, arrays)
+        return call_members(self, self._programs, args, kwargs, in_axes)
 
     def predict(
         self,
@@ -319,12 +299,9 @@ class Ensemble(Generic[M]):
         size = len(self)
         if isinstance(index, list) or (isinstance(index, (np.ndarray, jax.Array)) and index.ndim):
             return Ensemble(self.structure, *select_rows("Ensemble", (self.trainable, self.rest), index, size))
-        if isinstance(index, slice):
-            if not range(size)[index]:
-                raise IndexError(f"Ensemble: {index} selects none of the {size} members; select at least one.")
-            chosen: Any = index
-        else:
-            chosen = member_index("Ensemble", index, size)
+        if isinstance(index, slice) and not range(size)[index]:
+            raise IndexError(f"Ensemble: {index} selects none of the {size} members; select at least one.")
+        chosen: Any = index if isinstance(index, slice) else member_index("Ensemble", index, size)
         with within(Layout.home(self)):
             rows = jax.tree.map(lambda x: x[chosen], self)
         # A member on a mesh would refuse inputs on other devices. So it leaves the mesh, and JAX may move it.
@@ -339,8 +316,7 @@ class Ensemble(Generic[M]):
 
     @cached_property
     def _programs(self) -> dict[Any, Callable[..., Any]]:
-        """Return the compiled programs of earlier calls on one device, by the kind of their arguments."""
-        return {}
+        return {}  # of earlier calls, by the kind of their arguments; see `call_members`
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_programs"}  # programs cannot be copied
