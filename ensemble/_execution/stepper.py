@@ -174,10 +174,11 @@ class Stepper:
     def _remember(self, inputs: StepInputs, execution: Execution, after: State, donate: bool) -> None:
         """Remember a step that can be repeated without choosing its execution again."""
         alone = execution.devices == 1 and execution.strategy != "loop" and self.executor.layout is None
-        known = isinstance(inputs.state, TrainState) and isinstance(after, TrainState)
-        if alone and not donate and known and not isinstance(after.step, Tracer):
+        if not alone or donate or isinstance(after.step, Tracer):
+            return
+        if isinstance(before := inputs.state, TrainState) and isinstance(after, TrainState):
             program = self.executor.program(execution, inputs, donate)
-            self.last = LastStep(program, inputs.state, after, inputs.arguments)
+            self.last = LastStep(program, before, after, inputs.arguments)
 
     def _follow(
         self, search: Search, inputs: StepInputs, donate: bool, left: int | None
