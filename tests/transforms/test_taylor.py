@@ -49,9 +49,24 @@ def test_the_helper_detects_differences() -> None:
         assert_close(jnp.array([1.0, np.inf]), jnp.array([1.0, np.nan]))
 
 
+FIRST = taylor._FIRST
+
+
 @pytest.fixture
-def modes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the list of modes used by calls."""
+def taylor_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use Taylor mode for all orders."""
+    monkeypatch.setattr(taylor, "_FIRST", 1)
+
+
+@pytest.fixture(params=[1, FIRST], ids=["Taylor mode", "as by default"])
+def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use Taylor mode for all orders, or for high ones."""
+    monkeypatch.setattr(taylor, "_FIRST", request.param)
+
+
+@pytest.fixture
+def modes(monkeypatch: pytest.MonkeyPatch, taylor_first: None) -> list[str]:
+    """Return the list of modes used by calls; Taylor mode serves all orders."""
     taken: list[str] = []
     for mode, name in ((taylor._taylor, "taylor"), (taylor._nested, "nested")):
         monkeypatch.setattr(taylor, mode.__name__, functools.partial(record, taken, name, mode))
@@ -67,6 +82,7 @@ def record(taken: list[str], name: str, mode: Any, fun: Any, order: int, x: Any)
 # Closed forms.
 
 
+@pytest.mark.usefixtures("either")
 def test_the_numbers_of_mindspore() -> None:
     exp_sin = lambda x: jnp.exp(jnp.sin(x))
     expected = [
@@ -78,6 +94,7 @@ def test_the_numbers_of_mindspore() -> None:
         chex.assert_trees_all_close(derivative(exp_sin, order)(X), jnp.array(numbers), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.usefixtures("either")
 @pytest.mark.parametrize(
     ("fun", "closed"),
     [
@@ -95,6 +112,7 @@ def test_closed_forms(fun: Any, closed: Any) -> None:
             assert_close(derivative(fun, order)(x), jnp.asarray(closed(x, order)), 1e-13)
 
 
+@pytest.mark.usefixtures("either")
 def test_the_direction_is_one_in_every_leaf() -> None:
     fun = lambda p: {"sum": jnp.sum(p["a"] ** 2 * p["b"][0]), "row": p["a"] * p["b"][0]}
     tree = {"a": jnp.array([1.0, 2.0, 3.0]), "b": [2.0, None]}
@@ -150,6 +168,7 @@ ELEMENTWISE: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise_functions_are_those_of_nested_jvp(name: str) -> None:
     fun = ELEMENTWISE[name]
@@ -160,6 +179,7 @@ def test_elementwise_functions_are_those_of_nested_jvp(name: str) -> None:
             np.testing.assert_allclose(actual, expected, rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.usefixtures("either")
 def test_no_digits_are_lost_at_small_arguments() -> None:
     for fun in (jnp.tanh, jnp.expm1, jnp.log1p, jnp.arcsinh, jnp.arctanh, jnp.sinh, lax.erf, jnp.sin):
         slope = derivative(lambda x, fun=fun: fun(x) ** 2 / 2, 1)(jnp.float32(1e-5))
@@ -313,6 +333,14 @@ def test_every_dtype(dtype: Any, order: int, mode: str, modes: list[str]) -> Non
     assert float(derivative(lambda x: x**3, 2)(2.0)) == 12
 
 
+def test_low_orders_are_nested(monkeypatch: pytest.MonkeyPatch, modes: list[str]) -> None:
+    monkeypatch.setattr(taylor, "_FIRST", FIRST)
+    for order, mode in ((5, "nested"), (6, "taylor")):
+        modes.clear()
+        assert_close(derivative(jnp.sin, order)(X), nested(jnp.sin, order)(X))
+        assert modes[0] == mode
+
+
 def test_high_orders_that_would_underflow_are_nested(modes: list[str]) -> None:
     for order, mode in ((20, "taylor"), (21, "nested")):
         modes.clear()
@@ -320,6 +348,7 @@ def test_high_orders_that_would_underflow_are_nested(modes: list[str]) -> None:
         assert modes[0] == mode
 
 
+@pytest.mark.usefixtures("either")
 def test_the_function_is_traced_once() -> None:
     calls = []
 
@@ -335,6 +364,7 @@ def test_the_function_is_traced_once() -> None:
 # Composition.
 
 
+@pytest.mark.usefixtures("either")
 def test_other_arguments_are_constant() -> None:
     fun = lambda x, y, *rest, scale, names=(): x**3 * y * scale + sum(rest)
     assert_close(
@@ -343,6 +373,7 @@ def test_other_arguments_are_constant() -> None:
     assert derivative(fun, 2).__name__ == "derivative(<lambda>)"
 
 
+@pytest.mark.usefixtures("either")
 def test_it_composes() -> None:
     x = jnp.array([0.3, -1.2, 2.0])
     for fun in (lambda x: jnp.exp(jnp.sin(x)), lambda x: jnp.tanh(x)):
@@ -359,6 +390,7 @@ def test_it_composes() -> None:
     )
 
 
+@pytest.mark.usefixtures("either")
 def test_modules() -> None:
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     x = jnp.array([0.5, 1.0, -1.0])
