@@ -144,7 +144,6 @@ def test_every_comparison_of_the_files_is_on_the_pages():
     assert every.count("\n| ") == len(rows) + 2
     losses = [claim for claim in rows if (claim["ours / other"].get("quartiles") or [0])[0] > 1]
     first = (HERE / "README.md").read_text().split("<!-- slower -->")[1].split("<!-- /slower -->")[0]
-    assert losses
     assert first.count("\n| ") == len(losses) + 2
 
 
