@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -78,26 +79,44 @@ class Bucketed:
         self.traces = 0
         self._fun, self._axis, self._sizes, self._out_axes = fun, axis, sizes, out_axes
         self._owner, self._function = bound_model(fun)
-        self._compiled = jax.jit(self._run, static_argnames="size")
+        self._programs: dict[int, Any] = {}  # by size
+        # The axes of the arrays of calls without models, by structure, types and ranks: checked once for each kind.
+        self._known: dict[Any, list[int | None]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return `fun(*args, mask=..., **kwargs)` with padded arrays."""
         if "mask" in kwargs:
             raise TypeError("bucketed: mask must not be passed, since bucketed computes it from the lengths; omit it.")
-        axes = self._axes_of(args)
-        refuse_shared_state("bucketed", self._fun, self._owner, args, kwargs)
-        each = self._axis if isinstance(self._axis, tuple) else (self._axis,) * len(args)
-        length = mapped_size("bucketed", self._fun, args, {}, each, None, None)
-        size = self._size_for(length)
         leaves, treedef = jax.tree.flatten(args, is_leaf=is_model)
+        kind = treedef, *((type(x), getattr(x, "ndim", 0), getattr(x, "dtype", None)) for x in leaves)
+        axes = self._known.get(kind) if self._owner is None and not kwargs else None
+        lengths = {x.shape[axis] for x, axis in zip(leaves, axes, strict=True) if axis is not None} if axes else ()
+        if axes and len(lengths) == 1:
+            (length,), models = lengths, []
+        else:
+            axes = self._axes_of(args)
+            refuse_shared_state("bucketed", self._fun, self._owner, args, kwargs)
+            each = self._axis if isinstance(self._axis, tuple) else (self._axis,) * len(args)
+            length = mapped_size("bucketed", self._fun, args, {}, each, None, None)
+            models = models_of((self._owner, args, kwargs))
+            if not models and not kwargs:
+                self._known[kind] = axes
+        size = self._size_for(length)
         filled = jax.tree.unflatten(treedef, [_filled(x, axis, size) for x, axis in zip(leaves, axes, strict=True)])
-        arguments = split_tree((self._owner, filled, kwargs))
+        arguments = (self._owner, filled, kwargs)
+        arguments = split_tree(arguments) if models else arguments
         # The length is an argument of the program, so one program covers all lengths of one size.
-        out, changed = self._compiled(arguments, length, size=size)
+        out, changed = self._program(size)(arguments, length)
         out = self._cut(out, length, size)  # before updating modules: if `out_axes` does not fit, nothing changes
-        parts = splits_of(arguments)
-        update("bucketed", models_of((self._owner, args, kwargs)), parts, with_changes(parts, changed))
+        if models:
+            parts = splits_of(arguments)
+            update("bucketed", models, parts, with_changes(parts, changed))
         return out
+
+    def _program(self, size: int) -> Any:
+        if size not in self._programs:
+            self._programs[size] = jax.jit(partial(self._run, size=size))
+        return self._programs[size]
 
     def _run(self, arguments: Any, length: Any, *, size: int) -> Any:
         self.traces += 1  # runs while JAX traces, so once for each program
@@ -130,6 +149,8 @@ class Bucketed:
 
     def _cut(self, out: Any, length: int, size: int) -> Any:
         """Slice the output to `length` along `out_axes`; raise unless these axes have the padded `size`."""
+        if self._out_axes is None:
+            return out
         leaves, treedef = jax.tree.flatten_with_path(out)
         cut = []
         for (path, x), axis in zip(leaves, _of_leaves("out_axes", self._out_axes, out), strict=True):

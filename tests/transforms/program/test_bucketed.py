@@ -259,3 +259,23 @@ def test_arrays_stay_on_their_device() -> None:
     out = bucketed(lambda x, mask: x)(jax.device_put(jnp.ones(3), device))
     assert out.devices() == {device}
     assert out.committed
+
+
+def test_calls_after_the_first_are_checked_like_it() -> None:
+    product = bucketed(lambda x, scale, mask: jnp.where(mask[:, None], x * scale[:, None], 0).sum(0))
+    x, scale = np.ones((5, 3), np.float32), np.arange(5, dtype=np.float32)
+    for given in ((x, scale), (x[:3], scale[:3]), (jnp.asarray(x), scale), (x.astype(np.int32), scale)):
+        for _ in range(2):
+            np.testing.assert_array_equal(product(*given), given[0].T @ given[1])
+    for wrong, message in (((x, scale[:3]), "size"), ((x[0, 0], scale), "axis"), ((x, "scale"), "scale")):
+        with pytest.raises((ValueError, TypeError), match=message):
+            product(*wrong)
+    np.testing.assert_array_equal(product(x, scale), x.T @ scale)
+    both = bucketed(lambda x, y, mask: jnp.where(mask, x, 0).sum() + y, axis=(0, None))
+    assert [float(both(x[:n, 0], y)) for n, y in ((2, 1), (4, 2.0), (4, 3))] == [3, 6, 7]
+
+
+def test_a_model_after_an_array_is_split() -> None:
+    fun = bucketed(lambda x, model, mask: (x * mask).sum() * model["scale"][...], axis=(0, None))
+    assert float(fun(jnp.ones(3), {"scale": np.ones(2)})[0]) == 3
+    assert float(fun(jnp.ones(3), {"scale": nnx.Param(jnp.full(2, 2.0))})[0]) == 6
