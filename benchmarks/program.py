@@ -1,4 +1,4 @@
-"""Check the output of `profile`, `trace_diff`, `fold_bn` and `count_layout_ops`, and measure the gain of folding.
+"""Check the output of `profile`, `trace_diff`, `fold_bn` and `count_layout_ops`, and measure the gain of rewriting.
 
 python benchmarks/program.py            measure, and render the pages
 python benchmarks/program.py --smoke    run small cases once; write nothing
@@ -15,11 +15,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import privacy
 from _measure import Report, Tables, arguments, claim, interleaved, ratio, spread
 from _models import LeNet5, Transformer, cross_entropy
 from flax import nnx
 
-from plurax.transforms.program import TraceDiff, count_layout_ops, fold_bn, profile, trace_diff
+from plurax.transforms.program import (
+    TraceDiff,
+    convolutions_as_products,
+    count_layout_ops,
+    fold_bn,
+    profile,
+    trace_diff,
+)
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from channels_last import given, network
@@ -229,6 +237,37 @@ def orders(smoke: bool, rounds: int, seconds: float) -> Tables:
     return rows, []
 
 
+def products(smoke: bool, rounds: int, seconds: float) -> Tables:
+    """Compare gradients of convolutional networks with and without `convolutions_as_products`, and with PyTorch."""
+    rows, claims, generator = [], [], np.random.default_rng(0)
+    lenet = nnx.split(LeNet5(nnx.Rngs(0)))
+
+    def loss(state: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        return cross_entropy(nnx.merge(lenet[0], state), x, y)[0]
+
+    batch = 2 if smoke else 64
+    jobs = {"LeNet-5": privacy.Job(loss, lenet[1], normal(batch, 32, 32, 1), jnp.arange(batch) % 10, "")}
+    jobs |= {"the CNN of PyTorch's tutorial": privacy.cnn(generator, batch, 12 if smoke else 28)}
+    for name, job in jobs.items():
+        gradient, given = jax.value_and_grad(job.loss), (job.params, job.x, job.y)
+        compiled = {
+            "jax.value_and_grad": jax.jit(gradient).lower(*given).compile(),
+            "convolutions_as_products": jax.jit(convolutions_as_products(gradient)).lower(*given).compile(),
+        }
+        calls: dict[str, Callable[[], Any]] = {key: partial(run, *given) for key, run in compiled.items()}
+        if job.twin and privacy._opacus is not None:
+            calls["torch"] = privacy._opacus.ordinary(privacy._opacus.model(job.twin, job.params), job.x, job.y)
+        times = interleaved(calls, rounds=rounds, seconds=seconds)
+        for key, found in times.items():
+            need = compiled[key].memory_analysis().temp_size_in_bytes / 2**20 if key in compiled else None
+            row = {"network": name, "gradient by": key, "ms": found["ms"], "temporaries (MiB)": need}
+            rows.append(row | {"time / jax.value_and_grad": ratio(times, key, "jax.value_and_grad")})
+        claims.append(
+            claim(times, "convolutions_as_products", [key for key in calls if key != "convolutions_as_products"], name)
+        )
+    return rows, claims
+
+
 def main() -> None:
     options = arguments(__doc__).parse_args()
     report, smoke = Report("program", options, "flax"), options.smoke
@@ -240,6 +279,7 @@ def main() -> None:
             "Differences found, and false reports": lambda: differences(smoke, 1 if smoke else 20),
             "Batch norms folded": lambda: folding(smoke, rounds, seconds),
             "Channels last and first": lambda: orders(smoke, rounds, seconds),
+            "Convolutions as products": lambda: products(smoke, rounds, seconds),
         }
     )
 

@@ -31,7 +31,7 @@ LAYERS = {
     "transforms.privacy": ["_per_example", "_dpsgd", "__init__"],
     "transforms.program": [
         "_ir _compile_cache _stack",
-        "_accumulate _aot _bucketed _depend _donation _fold _layers _layout _profile _topk",
+        "_accumulate _aot _bucketed _convolutions _depend _donation _fold _layers _layout _profile _topk",
         "_compile_for",
         "__init__",
     ],

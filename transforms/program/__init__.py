@@ -3,7 +3,8 @@
 Inspect a compiled function: `profile` (where the time goes), `trace_diff` and `capture` (the differences between two
 versions), `count_layout_ops` (transposes and copies), `assert_donated` (whether donated memory is reused),
 `compile_for` (the memory, operations and collectives on a device that is not here).
-Rewrite it: `fold_bn` (batch norms folded into weights), `depend` (an order between two values), `masked_topk_mean`.
+Rewrite it: `convolutions_as_products` (for CPUs), `fold_bn` (batch norms folded into weights), `depend` (an order
+between two values), `masked_topk_mean`.
 Compile less: `stack_layers` and `scan_layers` (one layer for all layers), `accumulate` (one micro-batch for all
 micro-batches), `bucketed` (a few lengths for all lengths), `aot` and `enable_compile_cache` (one compilation for many
 processes).
@@ -11,8 +12,9 @@ processes).
 `_ir/` traces calls, parses compiled programs and attributes their instructions to JAX operations; the inspection tools
 build on it. `_profile/` implements `profile`, `trace_diff` and `capture`, `_fold/` folds batch norms, `_aot/` stores
 programs in files. `_layers.py` and `_stack.py` define `scan_layers` and its module. Each remaining file has one
-function: `_accumulate.py`, `_bucketed.py`, `_compile_cache.py`, `_compile_for.py`, `_depend.py`, `_donation.py`
-(`assert_donated`), `_layout.py` (`count_layout_ops`) and `_topk.py`.
+function: `_accumulate.py`, `_bucketed.py`, `_compile_cache.py`, `_compile_for.py`, `_convolutions.py`
+(`convolutions_as_products`), `_depend.py`, `_donation.py` (`assert_donated`), `_layout.py` (`count_layout_ops`) and
+`_topk.py`.
 """
 
 from ._accumulate import accumulate
@@ -20,6 +22,7 @@ from ._aot.aot import aot
 from ._bucketed import bucketed
 from ._compile_cache import CompileCache, enable_compile_cache
 from ._compile_for import Collective, CompileReport, OperationCost, compile_for
+from ._convolutions import convolutions_as_products
 from ._depend import depend
 from ._donation import assert_donated
 from ._fold.fold_bn import fold_bn
@@ -49,6 +52,7 @@ __all__ = [
     "bucketed",
     "capture",
     "compile_for",
+    "convolutions_as_products",
     "count_layout_ops",
     "depend",
     "enable_compile_cache",
