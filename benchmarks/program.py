@@ -243,7 +243,7 @@ def products(smoke: bool, rounds: int, seconds: float) -> Tables:
     lenet = nnx.split(LeNet5(nnx.Rngs(0)))
 
     def loss(state: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-        return cross_entropy(nnx.merge(lenet[0], state), x, y)[0]
+        return cross_entropy(nnx.merge(lenet[0], state), x, y)
 
     batch = 2 if smoke else 64
     jobs = {"LeNet-5": privacy.Job(loss, lenet[1], normal(batch, 32, 32, 1), jnp.arange(batch) % 10, "")}
