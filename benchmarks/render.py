@@ -83,13 +83,13 @@ def ends(row: dict[str, Any]) -> list[float]:
 
 
 def slower(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the comparisons whose whole interquartile range is above 1."""
-    return [row for row in rows if ends(row)[0] > 1]
+    """Return the comparisons whose whole interquartile range is more than a tenth above 1."""
+    return [row for row in rows if ends(row)[0] > 1.1]
 
 
 def faster(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the comparisons whose whole interquartile range is below 1."""
-    return [row for row in rows if ends(row)[1] < 1]
+    """Return the comparisons whose whole interquartile range is more than a tenth below 1."""
+    return [row for row in rows if ends(row)[1] < 0.9]
 
 
 def script(row: dict[str, Any]) -> str:
@@ -97,41 +97,34 @@ def script(row: dict[str, Any]) -> str:
     return row["in"].partition(".")[0]
 
 
-def summary(rows: list[dict[str, Any]], links: dict[str, str]) -> str:
-    """Count the comparisons, in all and by topic."""
+def count(rows: list[dict[str, Any]]) -> str:
+    """Say how many comparisons are lost, won and drawn."""
     lost, won = len(slower(rows)), len(faster(rows))
-    topics = []
-    for name, link in links.items():
-        of = [row for row in rows if script(row) == name]
-        if not of:
-            continue
-        medians = sorted(row["ours / other"]["median"] for row in of)
-        topics.append(
-            {
-                "topic": link,
-                "comparisons": len(of),
-                "slower": len(slower(of)),
-                "as fast": len(of) - len(slower(of)) - len(faster(of)),
-                "faster": len(faster(of)),
-                "ours / other": " to ".join(map(number, (medians[0], medians[-1])[: len(of)])),
-            }
-        )
-    return (
-        f"Of {len(rows)} comparisons, Plurax is slower in {lost}, faster in {won}, and as fast as the other in "
-        f"{len(rows) - lost - won}, where the quartiles of the ratio include 1.\n\n{table(topics)}"
-    )
-
-
-def overview(rows: list[dict[str, Any]], links: dict[str, str]) -> str:
-    """Show comparisons without their times."""
-    keys = ("what", "ours", "fastest other", "ours / other")
-    return table([{"topic": links[script(row)]} | {key: row[key] for key in keys} for row in rows])
+    s = "" if len(rows) == 1 else "s"
+    return f"{len(rows)} comparison{s}: {won} faster, {len(rows) - won - lost} about as fast, {lost} slower"
 
 
 def gains(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the comparison with the largest gain of each script that has one, the largest first."""
-    best = {script(row): row for row in faster(rows)}  # rows are sorted by ratio, so the last one stays
+    """Return the comparison with the largest gain of each table that has one."""
+    best = {row["what"].partition(";")[0]: row for row in faster(rows)}  # rows are sorted by ratio: the last one stays
     return sorted(best.values(), key=lambda row: row["ours / other"]["median"])
+
+
+def topic(rows: list[dict[str, Any]], most: int = 4) -> str:
+    """Show comparisons of a topic without their times: the largest gains, and all that is slower."""
+    keys = ("what", "ours", "fastest other", "ours / other")
+    shown = [*gains(rows)[:most], *reversed(slower(rows))] or rows
+    return table([{key: row[key] for key in keys} for row in shown])
+
+
+def topics(rows: list[dict[str, Any]], titles: dict[str, str]) -> str:
+    """Show a section for each topic that has comparisons."""
+    parts = []
+    for name, title in titles.items():
+        of = [row for row in rows if script(row) == name]
+        if of:
+            parts.append(f"### {title}\n\n{count(of)}; [all tables, and what limits them]({name}.md).\n\n{topic(of)}")
+    return "\n\n".join(parts)
 
 
 def pages(here: Path = HERE) -> dict[str, str]:
@@ -140,11 +133,9 @@ def pages(here: Path = HERE) -> dict[str, str]:
     rows = claims(files)
     texts = {file: (here / file).read_text() for file in PAGES}
     titles = {name: texts[f"{name}.md"].splitlines()[0].removeprefix("# ") for name in SCRIPTS}
-    links = {name: f"[{title}]({name}.md)" for name, title in titles.items()}
     between = {
-        ("README.md", "summary"): summary(rows, links),
-        ("README.md", "slower"): overview(slower(rows), links),
-        ("README.md", "faster"): overview(gains(rows), links),
+        ("README.md", "summary"): f"{count(rows)}.",
+        ("README.md", "topics"): topics(rows, titles),
         ("comparisons.md", "comparisons"): table(rows),
     }
     for name in SCRIPTS:
