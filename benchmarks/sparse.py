@@ -177,19 +177,54 @@ def traces(size: int, rounds: int, seconds: float) -> Tables:
             x = jnp.tanh(x @ w)
         return x[0]
 
+    functions = exact_traces(network)
+    functions |= {f"hutchinson_trace, {n} samples": partial(hutchinson_trace(network, n), KEY) for n in SAMPLES}
+    return compared(functions, jnp.linspace(-1, 1, size), rounds, seconds)
+
+
+def determinants(batch: int, rounds: int, seconds: float) -> Tables:
+    """Measure the Laplacian of a determinant of 4 orbitals for 4 particles; orbitals are of one particle, or of all."""
+    keys = jax.random.split(jax.random.key(3), 5)
+    shapes = ((3, 16), (16, 4), (12, 64), (64, 16), (batch, 12))
+    of_one, orbitals, of_all, shared, x = (
+        jax.random.normal(k, s) / s[0] ** 0.5 for k, s in zip(keys, shapes, strict=True)
+    )
+    x = x * batch**0.5
+
+    def each(x: jax.Array) -> jax.Array:
+        return jnp.linalg.slogdet(jnp.tanh(x.reshape(4, 3) @ of_one) @ orbitals)[1]
+
+    def together(x: jax.Array) -> jax.Array:
+        return jnp.linalg.slogdet((jnp.tanh(x @ of_all) @ shared).reshape(4, 4))[1]
+
+    rows, claims = [], []
+    for name, fun in (("orbitals of one particle each", each), ("orbitals of all particles", together)):
+        found, (claim, _) = compared({key: jax.vmap(f) for key, f in exact_traces(fun).items()}, x, rounds, seconds)
+        rows += [{"network": name} | row for row in found]
+        claims.append(claim | {"what": name})
+    return rows, claims
+
+
+def exact_traces(fun: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """Return the trace of the Hessian of `fun` by each method."""
     functions: dict[str, Callable[..., Any]] = {
-        "trace of jax.hessian": lambda x: jnp.trace(jax.hessian(network)(x)),
-        "hessian_trace": hessian_trace(network),
-        "laplacian": laplacian(network),
+        "trace of jax.hessian": lambda x: jnp.trace(jax.hessian(fun)(x)),
+        "hessian_trace": hessian_trace(fun),
+        "laplacian": laplacian(fun),
     }
     if folx is not None:
-        functions["folx.forward_laplacian"] = lambda x: folx.forward_laplacian(network)(x).laplacian
-    functions |= {f"hutchinson_trace, {n} samples": partial(hutchinson_trace(network, n), KEY) for n in SAMPLES}
-    x = jnp.linspace(-1, 1, size)
+        functions["folx.forward_laplacian"] = lambda x: folx.forward_laplacian(fun)(x).laplacian
+        sparse = folx.forward_laplacian(fun, sparsity_threshold=6)
+        functions["folx.forward_laplacian, sparsity_threshold=6"] = lambda x: sparse(x).laplacian
+    return functions
+
+
+def compared(functions: dict[str, Callable[..., Any]], x: jax.Array, rounds: int, seconds: float) -> Tables:
+    """Measure functions of one array; the first is the reference."""
     compiled = {name: jax.jit(fun).lower(x).compile() for name, fun in functions.items()}
     flops = {name: program.cost_analysis()["flops"] for name, program in compiled.items()}
     times = interleaved({name: partial(p, x) for name, p in compiled.items()}, rounds=rounds, seconds=seconds)
-    first = "trace of jax.hessian"
+    first = next(iter(functions))
     rows = [
         {
             "": name,
@@ -246,6 +281,7 @@ def main() -> None:
             "Sparse Jacobians and Hessians": lambda: (measured()[0], measured()[2]),
             "Before the first result: preparation + compilation (s)": lambda: (measured()[1], []),
             "The trace of a Hessian": lambda: traces(*((6, 2, 0.001) if smoke else (64, 31, 0.05))),
+            "The Laplacian of a determinant": lambda: determinants(*((3, 2, 0.001) if smoke else (512, 31, 0.05))),
             "`hutchinson_trace`: coverage of its interval": lambda: coverage(*((5, 20) if smoke else (50, 4000))),
         }
     )

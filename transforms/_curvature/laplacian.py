@@ -11,7 +11,8 @@ tanh a few operations on each element. Forward-over-reverse mode evaluates each 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, ParamSpec
 
 import jax
@@ -22,7 +23,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from .._calls.call import Call
 from .._core.arguments import Argnums
 from .._core.compat import NeedsValues
-from .._core.jaxpr import called, evaluate, interpret
+from .._core.jaxpr import aval, called, evaluate, interpret
 from .._core.weak_types import weak_like
 from .._jacobian.dense import checkpoint
 from .hessian_trace import diagonal, of_scalar, total
@@ -121,6 +122,8 @@ def _visit(eqn: JaxprEqn, triples: list[Triple]) -> list[Triple]:
     values = [value for value, *_ in triples]
     moving = [i for i, (_, slopes, _) in enumerate(triples) if slopes is not None]
     # Custom rules (`custom_jvp`) are not interpreted here: `jax.jvp` below applies them.
+    if moving and _is_slogdet(eqn):
+        return _of_slogdet(eqn, *triples)
     if name in ("jit", "closed_call"):
         return _propagate(*called(eqn), triples)
     out = evaluate(eqn, *values)
@@ -146,3 +149,38 @@ def _visit(eqn: JaxprEqn, triples: list[Triple]) -> list[Triple]:
     for j, slope, curvature, bent in zip(smooth, firsts, carried, seconds, strict=True):
         results[j] = out[j], slope, curvature + bent.sum(axis=0)
     return results
+
+
+def _is_slogdet(eqn: JaxprEqn) -> bool:
+    """Return whether an operation is a call of `jnp.linalg.slogdet`, possibly mapped, with real matrices."""
+    if eqn.primitive.name != "jit" or eqn.params["name"] != "slogdet":
+        return False
+    matrix = aval(eqn.invars[0])
+    if not jnp.issubdtype(matrix.dtype, jnp.floating) or matrix.shape[-1:] != matrix.shape[-2:-1]:
+        return False
+    # A user's function may have that name. JAX keeps traces, so that equal calls have the same program.
+    return any(eqn.params["jaxpr"] is program for program in _programs_of_slogdet(matrix))
+
+
+def _programs_of_slogdet(matrix: Any) -> Iterator[Any]:
+    for method in (None, "lu", "qr"):
+        call = partial(jnp.linalg.slogdet, method=method) if method else jnp.linalg.slogdet
+        for _ in range(matrix.ndim - 1):
+            yield from (eqn.params.get("jaxpr") for eqn in jax.make_jaxpr(call)(matrix).eqns)
+            call = jax.vmap(call)
+
+
+def _of_slogdet(eqn: JaxprEqn, triple: Triple) -> list[Triple]:
+    """Return the sign of determinants, and the logarithm of their magnitude with derivatives and Laplacian.
+
+    With the inverse matrix V, the first derivatives are tr(V J) and the second ones -tr(V J V J), which takes one
+    product of matrices for each direction. The rule of JAX solves two systems of equations instead.
+    """
+    matrix, slopes, bent = triple
+    sign, logarithm = evaluate(eqn, matrix)
+    inverse = jnp.linalg.inv(matrix)
+    transposed = jnp.swapaxes(inverse, -1, -2)
+    moved = inverse @ slopes
+    seconds = (moved * jnp.swapaxes(moved, -1, -2)).sum((0, -2, -1))
+    slope, curvature = ((transposed * x).sum((-2, -1)) for x in (slopes, bent))
+    return [(sign, None, None), (logarithm, slope, curvature - seconds)]

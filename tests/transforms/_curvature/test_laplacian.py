@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from plurax.transforms import hessian_trace, laplacian, vmap
+from plurax.transforms._core.jaxpr import with_inner
 
 X = np.array([0.5, -1.0, 2.0, 0.3], np.float32)
 W = np.asarray(jax.random.normal(jax.random.key(0), (4, 6)) / 2)
@@ -81,6 +82,63 @@ def test_every_operation(name: str, chunk_size: Any) -> None:
         found = jax.jit(laplacian(fun, chunk_size=chunk_size))(x)
         assert found.dtype == jnp.float64
         np.testing.assert_allclose(found, jax.jit(lambda x: trace(fun, x))(x), rtol=1e-10, atol=1e-10)
+
+
+def square(x: Any, n: int = 3) -> Any:
+    """Return two matrices of n by n that are far from singular."""
+    return jnp.tanh(jnp.outer(x, jnp.arange(1.0, 2 * n * n + 1))[: x.size]).sum(0).reshape(2, n, n) + 2 * jnp.eye(n)
+
+
+@jax.jit
+def slogdet(matrix: Any) -> Any:
+    """A function of the name of JAX's, with another result."""
+    return jnp.linalg.slogdet(matrix)[0], jnp.linalg.slogdet(matrix)[1] ** 2
+
+
+DETERMINANTS = {
+    "several": lambda m: jnp.linalg.slogdet(m)[1],
+    "mapped": lambda m: jax.vmap(lambda m: jnp.linalg.slogdet(m)[1] ** 2)(m),
+    "mapped twice": lambda m: jax.vmap(jax.vmap(jnp.linalg.slogdet))(m[:, None])[1],
+    "mapped over the last axis": lambda m: jax.vmap(jnp.linalg.slogdet, 2)(jnp.moveaxis(m, 0, 2))[1],
+    "by QR": lambda m: jnp.linalg.slogdet(m, method="qr")[1],
+    "with the sign": lambda m: jnp.multiply(*jnp.linalg.slogdet(m[0] - 3)),
+    "complex": lambda m: jnp.linalg.slogdet(m[0] + 1j * m[1])[1],
+    "of one name": lambda m: slogdet(m[0])[1],
+    "one by one": lambda m: jnp.linalg.slogdet(m[:, :1, :1])[1] + jnp.linalg.slogdet(m[:, :2, :2])[1],
+}
+
+
+@pytest.mark.parametrize("name", DETERMINANTS)
+def test_determinants_and_gradients_of_their_laplacians(name: str) -> None:
+    with jax.enable_x64(True):
+        fun = lambda x: jnp.sum(DETERMINANTS[name](square(x)))
+        rows = jnp.asarray(np.stack([X, X + 0.2]), jnp.float64)
+        found, slope = jax.jit(jax.vmap(jax.value_and_grad(laplacian(fun))))(rows)
+        expected, expected_slope = jax.jit(jax.vmap(jax.value_and_grad(lambda x: trace(fun, x))))(rows)
+        np.testing.assert_allclose(found, expected, rtol=1e-9)
+        np.testing.assert_allclose(slope, expected_slope, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("name", "fast"), [("several", True), ("mapped", True), ("by QR", True), ("mapped over the last axis", False)]
+)
+def test_a_determinant_takes_no_solution_for_each_direction(name: str, fast: bool) -> None:
+    program = jax.make_jaxpr(laplacian(lambda x: jnp.sum(DETERMINANTS[name](square(x)))))(X)
+    columns = [
+        eqn.invars[1].aval.shape[-1] for eqn in with_inner(program.eqns) if eqn.primitive.name == "triangular_solve"
+    ]
+    assert (max(columns) == 3) is fast
+
+
+def test_a_nearly_singular_matrix_is_as_accurate_as_with_solutions() -> None:
+    def fun(x: Any, dtype: Any = jnp.float32) -> Any:
+        near = jnp.outer(jnp.sin(x), jnp.cos(x)) + 1e-3 * jnp.diag(x) + 1e-3
+        return jnp.linalg.slogdet(near.astype(dtype))[1]
+
+    with jax.enable_x64(True):
+        exact = float(trace(lambda x: fun(x, jnp.float64), jnp.asarray(X, jnp.float64)))
+    ours, plain = laplacian(fun)(X), trace(fun, X)
+    assert abs(ours / exact - 1) <= 2 * abs(plain / exact - 1) + 1e-4
 
 
 def test_it_is_half_the_work_of_the_hessian() -> None:
