@@ -10,14 +10,16 @@ READY := .venv/.ready
 PEERS := .venv/.peers
 MINDSPORE := .venv-mindspore
 BENCHMARKS := $(filter-out benchmarks/_% benchmarks/render.py benchmarks/accelerators.py,$(wildcard benchmarks/*.py))
+PYTEST := $(BIN)/pytest --numprocesses auto --dist loadgroup
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo examples guides test lint types docs serve accelerators bench bench-mindspore bench-smoke fuzz release clean
+.PHONY: help demo examples guides test test-all lint types docs serve accelerators bench bench-mindspore bench-smoke fuzz release clean
 
 help:
 	@echo "make demo         train an ensemble on the digits         (ARGS=...)"
 	@echo "make examples     run all into the pages that show them   (ARGS=\"maxwell laplacian\")"
-	@echo "make test         every test                              (PYTEST_ARGS=...)"
+	@echo "make test         the tests, in some minutes               (PYTEST_ARGS=...)"
+	@echo "make test-all     with the slow ones, and the compiler's defaults"
 	@echo "make lint         style and formatting, nothing is changed"
 	@echo "make types        types of an installed copy and of the tests"
 	@echo "make guides       run the guides' code, and show its output in them (ARGS=\"start sparse\")"
@@ -48,8 +50,14 @@ guides: $(READY)
 	@$(BIN)/python docs/_render.py $(ARGS)
 	@$(BIN)/python docs/_notebook.py
 
+# Most of the time goes into compiling programs that run once. So the compiler's optimizations are off (conftest.py),
+# except for tests that depend on them. Pytest exits with 5 if it selects no test.
 test: $(READY)
-	@$(BIN)/pytest --numprocesses auto --dist loadgroup $(PYTEST_ARGS)
+	@$(PYTEST) -m "not slow and not optimized" $(PYTEST_ARGS) || test $$? = 5
+	@XLA_FLAGS= $(PYTEST) -m "not slow and optimized" $(PYTEST_ARGS) || test $$? = 5
+
+test-all: $(READY)
+	@XLA_FLAGS= $(PYTEST) $(PYTEST_ARGS)
 
 lint: $(READY)
 	@$(BIN)/ruff check
