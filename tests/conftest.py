@@ -36,8 +36,12 @@ settings.register_profile("fuzz", max_examples=2000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cases", type=int, help="run at most so many cases of each parametrized test, spread evenly")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Run the tests of a file in one worker, so that they share traces and compiled programs.
 
     xdist starts with the largest groups. Each script is a group of one, so that scripts fill the workers at the end.
@@ -45,6 +49,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.name != "test_examples.py" and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+    yield  # here xdist reads the groups, and pytest applies -k and -m
+    if (most := config.getoption("cases")) is not None:
+        kept = spread_evenly(items, most)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+
+
+def spread_evenly(items: list[pytest.Item], most: int) -> set[pytest.Item]:
+    """Return at most `most` cases of each test: the first, the last, and some between them."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    steps = max(1, most - 1)
+    return {own[round(i * (len(own) - 1) / steps)] for own in cases.values() for i in range(most)}
 
 
 @pytest.fixture(autouse=True)

@@ -26,6 +26,29 @@ def test_a_leaked_x64_fails_its_test_and_not_the_next(pytester: pytest.Pytester)
     result.stdout.fnmatch_lines(["*this test left jax_enable_x64 on*"])
 
 
+@pytest.mark.parametrize(("most", "expected"), [(None, 13), (1, 3), (2, 5), (3, 6), (20, 13)])
+def test_cases_are_spread_evenly(pytester: pytest.Pytester, most: int | None, expected: int) -> None:
+    pytester.makeconftest(Path(__file__).with_name("conftest.py").read_text())
+    pytester.makepyfile("""
+        import pytest
+
+        def test_alone():
+            pass
+
+        @pytest.mark.parametrize("i", range(10))
+        def test_many(i):
+            print(f"case {i}.")
+
+        @pytest.mark.parametrize("i", "ab")
+        def test_two(i):
+            pass
+    """)
+    result = pytester.runpytest_inprocess("-s", *([] if most is None else ["--cases", str(most)]))
+    result.assert_outcomes(passed=expected, deselected=13 - expected)
+    if most == 3:
+        result.stdout.fnmatch_lines(["*case 0.*", "*case 4.*", "*case 9.*"])
+
+
 def test_x64_as_a_context_does_not_leak() -> None:
     with jax.enable_x64(True):
         assert jnp.ones(3).dtype == jnp.float64

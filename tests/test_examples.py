@@ -59,12 +59,14 @@ SMALL = {
 }
 
 
+@pytest.mark.slow
 def test_the_gradients_of_each_sample(tmp_path):
     shown = run("examples/per_sample_gradients.py", "--batch", "2", "--steps", "20", "--out", str(tmp_path / "out"))
     assert "['dense1']['kernel']   outer product  inner products between positions: 1 per" in shown
     assert (tmp_path / "out" / "per_sample_gradients.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_digits_are_learned_in_private(tmp_path):
     options = ("--seeds", "2", "--steps", "20", "--looks", "2", "--accountant", "rdp")
     shown = run("examples/dp_sgd_digits.py", *options, "--out", str(tmp_path))
@@ -76,12 +78,14 @@ def test_digits_are_learned_in_private(tmp_path):
     assert (tmp_path / "dp_sgd_digits.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_two_processes_train_and_one_loads(tmp_path):
     shown = run("examples/multi_host.py", "--members", "4", "--steps", "30", "--out", str(tmp_path))
     assert "process 1 of 2, 2 of 4 devices: trained and wrote members [2, 3]" in shown
     assert "member 3, loaded alone, gives the same logits" in shown
 
 
+@pytest.mark.slow
 def test_waves_are_those_of_theory_and_show_what_is_hidden(tmp_path):
     small = ("--cells", "10", "20", "--sources", "5", "--antennas", "4", "--steps", "8", "--rounds", "1")
     shown = run("examples/maxwell.py", *small, "--out", str(tmp_path / "out"))
@@ -104,6 +108,7 @@ def test_waves_are_those_of_theory_and_show_what_is_hidden(tmp_path):
     assert (tmp_path / "out" / "maxwell.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "options", "said"),
     [
@@ -156,6 +161,7 @@ def test_each_example_is_shown_once_with_its_output_in_short_lines():
         assert "…" not in block, f"{name}: a table truncates its text"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [script for script in SMALL if "tour" not in script and "from_torch" not in script])
 def test_it_runs(script):
     assert run(script, *SMALL[script])
@@ -167,6 +173,7 @@ def test_a_failing_script_is_detected(tmp_path):
         run(str(tmp_path / "broken.py"))
 
 
+@pytest.mark.slow
 def test_the_tour_shows_refusals():
     shown = " ".join(run("examples/vmap_tour.py").split())
     assert "axis 0 of argument `x` has size 3, but axis 0 of argument `w` has size 2" in shown
@@ -177,6 +184,7 @@ def test_the_tour_shows_refusals():
 NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not a test dependency")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("live", [False, pytest.param(True, marks=NEEDS_TORCH)])
 def test_a_network_of_pytorch_is_the_same_here(live):
     options = () if live else SMALL["examples/from_torch.py"]
@@ -188,18 +196,21 @@ def test_a_network_of_pytorch_is_the_same_here(live):
     assert apart <= 1e-5
 
 
+@pytest.mark.slow
 def test_the_tour_of_static_graphs_compares_both_libraries():
     shown = run("examples/static_graph_tour.py", *SMALL["examples/static_graph_tour.py"])
     assert shown.count("MindSpore: ") == shown.count("JAX: ") == 8
     assert "Ordered callbacks of three calls: before, after, before, after, before, after." in shown
 
 
+@pytest.mark.slow
 def test_the_tour_of_cells_shows_what_must_not_be_compiled():
     shown = run("examples/cells_tour.py")
     assert shown.count("UnexpectedTracerError") == 2
     assert "random.random() runs only while tracing: two calls give the same number." in shown
 
 
+@pytest.mark.slow
 def test_the_demo(tmp_path):
     shown = run(
         "examples/ensemble_digits.py",

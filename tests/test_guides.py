@@ -30,7 +30,14 @@ def script() -> Any:
 GUIDES = script()
 
 
-@pytest.mark.parametrize("name", [path.name for path in DOCS.glob("*.md") if path.name != "dp-sgd.md"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(path.name, marks=() if path.name == "start.md" else pytest.mark.slow)
+        for path in DOCS.glob("*.md")
+        if path.name != "dp-sgd.md"
+    ],
+)
 def test_the_code_prints_what_the_page_shows(name: str) -> None:
     assert GUIDES.run((DOCS / name).read_text()).changes == []
 
@@ -133,6 +140,7 @@ def test_failing_code_is_detected() -> None:
         GUIDES.run("```python\nx = 1\n```\nand\n```python\nx / 0\n```\n")
 
 
+@pytest.mark.slow
 def test_the_guide_to_privacy_keeps_its_budget() -> None:
     page = GUIDES.run((DOCS / "dp-sgd.md").read_text())
     assert page.changes == []

@@ -397,6 +397,7 @@ def check_cells(fun: Any, mode: str) -> np.ndarray:
     return one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CELLS)
 def test_independent_cells_have_the_pattern_of_cells(name: str) -> None:
     fun, entries = CELLS[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -267,13 +268,20 @@ def magnitude(tree: Any) -> np.ndarray:
     return np.sqrt(sum(np.square(np.abs(x)).sum() for x in leaves))
 
 
+@functools.cache
+def one_by_one(name: str) -> list[Any]:
+    """Return the gradient of each example, which the tests of all methods share."""
+    loss, params, batch = OPERATIONS[name]
+    gradient = jax.jit(jax.grad(loss))
+    return [gradient(jax.tree.map(jnp.asarray, params), x[None]) for x in batch]
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_sums_and_norms_are_those_of_one_example_at_a_time(name: str, method: str) -> None:
     loss, params, batch = OPERATIONS[name]
     tolerance = ROUGH.get(name, 2e-5)
-    params = jax.tree.map(jnp.asarray, params)
-    gradients = [jax.grad(loss)(params, x[None]) for x in batch]
+    params, gradients = jax.tree.map(jnp.asarray, params), one_by_one(name)
     norms = np.array([magnitude(g) for g in gradients])
     finite = np.isfinite(norms)
     bound = float(np.median(norms[finite])) or 1.0
@@ -282,27 +290,29 @@ def test_sums_and_norms_are_those_of_one_example_at_a_time(name: str, method: st
     expected = jax.tree.map(lambda *leaves: sum(leaves), *(jax.tree.map(lambda x: w * widened(x), g) for w, g in kept))  # noqa: B023 (used at once)
 
     options = {"l2_clip_norm": bound, "method": method, "dtype": jnp.float32}
-    call = jax.jit(clipped_grad(loss, **options, return_grad_norms=True))
-    total, aux = call(params, batch)
+    clipped = clipped_grad(loss, **options, return_grad_norms=True)
+    norms_alone = per_sample_norm(loss, method=method)
+
+    @jax.jit
+    def call(params: Any, batch: Any, padding: Any) -> Any:
+        return clipped(params, batch, is_padding_example=padding), norms_alone(params, batch)
+
+    (total, aux), found = call(params, batch, np.zeros(len(batch), bool))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 0, tolerance * bound * len(batch)), total, expected)
     assert aux.grad_norms.dtype == jnp.float32
-    np.testing.assert_allclose(aux.grad_norms[finite], norms[finite], tolerance, tolerance)
-    assert not np.isfinite(aux.grad_norms[~finite]).any()
-    without, _ = call(params, batch, is_padding_example=np.arange(len(batch)) == 0)
+    for each in (aux.grad_norms, found):
+        np.testing.assert_allclose(each[finite], norms[finite], tolerance, tolerance)
+        assert not np.isfinite(each[~finite]).any()
+    (without, _), _ = call(params, batch, np.arange(len(batch)) == 0)
     apart = magnitude(jax.tree.map(lambda a, b: widened(a) - widened(b), total, without))
     assert apart <= bound * (1 + 1e-6) + 1e-6 * magnitude(total)
-    np.testing.assert_allclose(
-        per_sample_norm(loss, method=method)(params, batch)[finite], norms[finite], tolerance, tolerance
-    )
 
 
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if name not in ROUGH])
 def test_gradients_are_those_of_one_example_at_a_time(name: str) -> None:
     loss, params, batch = OPERATIONS[name]
-    params = jax.tree.map(jnp.asarray, params)
-    gradients = [jax.grad(loss)(params, x[None]) for x in batch]
-    expected = jax.tree.map(lambda *leaves: np.stack(leaves), *gradients)
-    found = per_sample_grad(loss)(params, batch)
+    expected = jax.tree.map(lambda *leaves: np.stack(leaves), *one_by_one(name))
+    found = jax.jit(per_sample_grad(loss))(jax.tree.map(jnp.asarray, params), batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 2e-5, 2e-5), found, expected)
 
 
@@ -352,7 +362,8 @@ def normal(seed: int, *shape: int) -> jax.Array:
 
 def clipped_by_hand(fun: Any, w: Any, batch: Any, bound: float) -> tuple[Any, Any]:
     """Sum the clipped finite gradients one by one; return the sum and the norms."""
-    each = np.array([jax.grad(fun)(w, x) for x in batch], np.float64)
+    gradient = jax.jit(jax.grad(fun))
+    each = np.array([gradient(w, x) for x in batch], np.float64)
     norms = np.sqrt(np.square(each).reshape(len(each), -1).sum(1))
     weights = np.where(norms > bound, bound / np.maximum(norms, 1e-300), 1)
     return np.tensordot(weights, each, 1), norms
@@ -377,8 +388,9 @@ def test_a_huge_or_tiny_example_does_not_affect_the_others(method: str, size: fl
 
 
 @pytest.mark.parametrize("method", ["auto", "ghost", "book_keeping"])
-@pytest.mark.parametrize("far", [1e-25, 1e-20, 1e20, 1e25])
-@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize(
+    ("far", "jitted"), [(1e-25, True), (1e-20, True), (1e20, True), (1e25, True), (1e20, False), (1e-20, False)]
+)
 @pytest.mark.parametrize(
     "of_scaled",
     [
@@ -422,7 +434,7 @@ def by_a_custom_rule(w: Any, x: Any) -> Any:
 def test_random_numbers_are_those_of_the_forward_pass(fun: Any, method: str) -> None:
     w, batch = normal(0, 3), normal(1, 4, 3)
     of = clipped_grad(fun, l2_clip_norm=0.7, keep_batch_dim=False, return_grad_norms=True, method=method)
-    found, aux = of(w, batch)
+    found, aux = jax.jit(of.__call__)(w, batch)
     expected, norms = clipped_by_hand(fun, w, batch, 0.7)
     np.testing.assert_allclose(aux.grad_norms, norms, 1e-5)
     np.testing.assert_allclose(found, expected, 0, 1e-5)
@@ -444,7 +456,7 @@ def test_cotangents_are_rounded_in_each_iteration(rounded: Any, method: str) -> 
 
     w, batch = normal(0, 3), normal(1, 4, 3)
     of = clipped_grad(fun, l2_clip_norm=0.7, keep_batch_dim=False, return_grad_norms=True, method=method)
-    found, aux = of(w, batch)
+    found, aux = jax.jit(of.__call__)(w, batch)
     expected, norms = clipped_by_hand(fun, w, batch, 0.7)
     np.testing.assert_allclose(aux.grad_norms, norms, 1e-6)
     np.testing.assert_allclose(found, expected, 0, 1e-6)
