@@ -50,12 +50,12 @@ guides: $(READY)
 	@$(BIN)/python docs/_render.py $(ARGS)
 	@$(BIN)/python docs/_notebook.py
 
-# Three cases of each test are enough to see that it works. Most of the time goes into compiling programs that run once.
+# Two cases of each test are enough to see that it works. Most of the time goes into compiling programs that run once.
 # So the compiler's optimizations are off (conftest.py), except for tests that depend on them. Pytest exits with 5 if it
 # selects no test.
 test: $(READY)
-	@$(PYTEST) --cases 3 -m "not slow and not optimized" $(PYTEST_ARGS) || test $$? = 5
-	@XLA_FLAGS= $(PYTEST) --cases 3 -m "not slow and optimized" $(PYTEST_ARGS) || test $$? = 5
+	@$(PYTEST) --cases 2 -m "not slow and not optimized" $(PYTEST_ARGS) || test $$? = 5
+	@XLA_FLAGS= $(PYTEST) --cases 2 -m "not slow and optimized" $(PYTEST_ARGS) || test $$? = 5
 
 test-all: $(READY)
 	@XLA_FLAGS= $(PYTEST) $(PYTEST_ARGS)

@@ -71,6 +71,7 @@ def sdist(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / f"plurax-{VERSION}"
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_both_packages_and_nothing_else(wheel: Path) -> None:
     wanted = {
         f"plurax/{path.relative_to(ROOT).as_posix()}"
@@ -106,6 +107,7 @@ def test_the_wheel_from_the_sdist_equals_the_one_from_the_tree(sdist: Path, whee
     assert of_tree == of_sdist
 
 
+@pytest.mark.slow
 def test_the_wheel_imports_without_the_tree(wheel: Path, tmp_path: Path) -> None:
     target = tmp_path / "installed"
     pip("install", "--no-deps", "--target", target, wheel)
@@ -145,6 +147,7 @@ LIBRARIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("extra", "use"), [(extra, use) for extra, uses in USES.items() for use in uses])
 def test_features_work_with_their_extra_and_name_it_without(
     extra: str, use: str, monkeypatch: pytest.MonkeyPatch

@@ -127,6 +127,7 @@ def assert_close(actual: Any, expected: Any) -> None:
     chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_model_is_differentiated_and_mapped_as_its_pure_function(way: str) -> None:
     model = Deep(*WAYS[way])
@@ -139,6 +140,7 @@ def test_a_model_is_differentiated_and_mapped_as_its_pure_function(way: str) -> 
     assert_close(vmap(model, chunk_size=2)(X), jnp.stack([model(x) for x in X]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_of_each_sample(way: str) -> None:
     model, (each, norms, total) = Deep(*WAYS[way]), of_each(way)
@@ -149,6 +151,7 @@ def test_gradients_of_each_sample(way: str) -> None:
         assert_close(clipped_grad(loss, **options, l2_clip_norm=0.5, method=method)(model, X, Y), total)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["scan-of-remat", "scan-of-jit", "scan-of-remat-along-axis-1"])
 def test_a_private_step(way: str) -> None:
     model, total = Deep(*WAYS[way]), of_each(way)[2]
@@ -161,6 +164,7 @@ def test_a_private_step(way: str) -> None:
     assert_close(jax.tree.map(lambda x, y: (x - y) * 5, *params), total)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["scan-of-remat", "scan-of-jit", "scan-of-remat-along-axis-1", "scan-of-cond"])
 def test_updated_statistics_are_kept_but_refused_per_sample(way: str) -> None:
     model, twin = (Deep(*WAYS[way], norm=True) for _ in range(2))
@@ -185,6 +189,7 @@ def test_parameters_that_are_assigned_in_a_loop_are_refused() -> None:
             grad(loss)(Deep(run), X, Y)
 
 
+@pytest.mark.slow
 def test_low_rank_additions_in_a_rematerialized_stack() -> None:
     model = Deep(*WAYS["scan-of-remat"], lora=True)
     assert_close(grad(loss)(model, X, Y), nnx.grad(loss)(model, X, Y))

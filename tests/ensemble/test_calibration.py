@@ -105,6 +105,7 @@ class Test_temperature:
 
 
 class Test_sets:
+    @pytest.mark.slow
     @pytest.mark.parametrize("score", ["probability", "cumulative"])
     @pytest.mark.parametrize(("error", "batch"), [(0.1, 99), (0.25, 30)])
     def test_hold_the_label_as_often_as_promised(self, score, error, batch):
@@ -282,6 +283,7 @@ class Test_intervals:
             conformal_intervals(jnp.ones(3), jnp.ones(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8])
 @pytest.mark.parametrize("classes", [256, 300])
 def test_labels_of_a_narrow_dtype_with_more_classes_than_its_maximum(dtype, classes):

@@ -44,6 +44,7 @@ def test_the_helper_detects_differences() -> None:
         assert_close(jnp.ones(2), 1.01 * jnp.ones(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float64, jnp.complex64])
 def test_values_equal_those_of_jax(dtype: Any) -> None:
     with jax.enable_x64(True):
@@ -172,6 +173,7 @@ def test_gradients_of_a_module_are_added_to_references() -> None:
     assert_close((place[...], by_x), (1 + slope * X[0] * V[0], slope * model.gain[...] * V[0]))
 
 
+@pytest.mark.slow
 def test_equinox_modules_are_differentiated_by_their_arrays() -> None:
     model, xs = eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0)), X
     loss = lambda model, xs: jnp.sum(jax.vmap(model)(xs) ** 2)

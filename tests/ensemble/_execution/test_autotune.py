@@ -57,6 +57,7 @@ class Test_a_trainer:
                 break
         return trainer
 
+    @pytest.mark.slow
     def test_starts_with_the_rule_and_tries_the_others_on_later_steps(self, plain, cross_entropy, make_batches) -> None:
         trainer = self.train(plain, cross_entropy, make_batches(1)[0], steps=1)
         assert trainer.explain().chosen == VMAP
@@ -64,6 +65,7 @@ class Test_a_trainer:
         trainer = self.train(plain, cross_entropy, make_batches(1)[0], 5)
         assert tried(trainer) == {"vmap", "map", "unroll", "loop"}
 
+    @pytest.mark.slow
     def test_steps_of_a_search_are_steps_of_the_run(self, plain, create, cross_entropy, make_batches, assert_same):
         batches = make_batches(30) * 20
         auto, fixed = (
@@ -75,6 +77,7 @@ class Test_a_trainer:
         assert_same(state, expected, tolerance=1e-4)
         assert [row["step"] for row in history] == [row["step"] for row in rows]
 
+    @pytest.mark.slow
     def test_each_kind_of_program_is_tried_once(self, plain, cross_entropy, make_batches) -> None:
         batch, other = make_batches(1)[0], jax.tree.map(lambda x: x[:3], make_batches(1)[0])
         assert len(tried(self.train(plain, cross_entropy, batch))) == 4
@@ -83,6 +86,7 @@ class Test_a_trainer:
         assert not tried(self.train(plain, cross_entropy, batch, size=3, steps=1))
         assert not tried(self.train(plain, lambda model, x, y: cross_entropy(model, 2 * x, y), batch, steps=1))
 
+    @pytest.mark.slow
     def test_remembers_in_files(self, tmp_path, plain, cross_entropy, make_batches, monkeypatch) -> None:
         batch, folder = make_batches(1)[0], tmp_path / "tuned"
         found = self.train(plain, cross_entropy, batch, tune_cache=folder).explain()
@@ -117,6 +121,7 @@ class Test_a_trainer:
         assert len(calls) == 2 * steps
         assert len(tried(trainer)) > 1
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("broken", ["vmap", "map"])
     def test_an_execution_that_fails_is_replaced(self, plain, cross_entropy, make_batches, monkeypatch, broken) -> None:
         execute = Executor.execute
@@ -135,6 +140,7 @@ class Test_a_trainer:
         with pytest.raises(NotImplementedError, match="no rule"):
             self.train(plain, lambda model, x, y: cross_entropy(model, 3 * x, y), make_batches(1)[0], 3)
 
+    @pytest.mark.slow
     def test_the_choice_can_be_pinned(self, convolutional, create, cross_entropy, make_batches, assert_same) -> None:
         batch = make_batches(1, features=20)[0]
         trainer = self.train(convolutional, cross_entropy, batch, 3)
@@ -151,6 +157,7 @@ class Test_a_trainer:
             with pytest.raises(ValueError, match="Trainer: strategy"):
                 Trainer(cross_entropy, optax.sgd(0.1), strategy=wrong)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("count", [1, 3])
     def test_a_run_that_was_killed_is_repeated_to_the_bit(
         self, tmp_path, convolutional, create, cross_entropy, make_batches, assert_same, monkeypatch, count
@@ -174,6 +181,7 @@ class Test_a_trainer:
             assert_same(again, whole)
             assert rows == history
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("content", [None, "", "{", "[]", '{"changes": [], "known": {}}'])
     def test_without_its_schedule_a_run_keeps_the_execution_of_the_checkpoint(
         self, tmp_path, plain, create, cross_entropy, make_batches, content
@@ -201,6 +209,7 @@ class Test_a_trainer:
         with pytest.warns(UserWarning, match=r"tune_cache='.*file/inside' cannot be written"):
             self.train(plain, cross_entropy, make_batches(1)[0], tune_cache=tmp_path / "file" / "inside")
 
+    @pytest.mark.slow
     def test_options_override_those_of_a_checkpoint(self, plain, create, cross_entropy, make_batches) -> None:
         state, batch = Trainer(cross_entropy, optax.sgd(0.1)).init(create(plain, 8)), make_batches(1)[0]
         batched = Trainer(cross_entropy, optax.sgd(0.1), strategy="vmap", memory_budget="1MiB")
@@ -245,6 +254,7 @@ class Test_a_trainer:
         trainer.step(state, batch)
         assert trainer.explain().chosen == VMAP
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("strategy", ["auto", "vmap"])
     @pytest.mark.parametrize("seconds", [0, 0.05])
     def test_stays_within_a_budget(
@@ -310,6 +320,7 @@ def plain_network() -> tuple[Any, list[Any]]:
     return apply, [{"kernel": draw(i, 3, 3, 2, 4), "out": draw(i, 4, 3)} for i in range(3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["vmap", "map", "unroll", "loop"])
 @pytest.mark.parametrize("make", [linen_network, equinox_network, plain_network])
 def test_products_are_exact_for_models_of_every_kind(make, strategy, cross_entropy, assert_same) -> None:

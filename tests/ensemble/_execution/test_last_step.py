@@ -44,6 +44,7 @@ def anew(state, data, **options):
     return Trainer(mse, optax.adam(0.1), **options).step(state, data)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("strategy", ["vmap", "map", "unroll", "loop", "auto", Execution("vmap", 2)])
 def test_a_step_again_is_a_step(begun, assert_same, strategy):
     trainer, state, before = begun(strategy=strategy)

@@ -174,6 +174,7 @@ def test_what_was_not_compared_is_not_called_chosen(monkeypatch) -> None:
     assert str(long.search.known).count("chosen") == 1
 
 
+@pytest.mark.slow
 def test_long_compilations_are_avoided(monkeypatch) -> None:
     run = Run(monkeypatch, lambda _: 0.01, lambda one: 500.0 if one == UNROLL else 1.0, size=100).take(1_000_000)
     assert run.notes["unroll"] == "not tried: it takes about 100 s to compile"
@@ -203,6 +204,7 @@ def test_a_first_step_that_fails_is_replaced(monkeypatch) -> None:
     assert run.notes["vmap"] == "fails: NotImplementedError"
 
 
+@pytest.mark.slow
 def test_chunks_become_smaller_while_that_is_faster(monkeypatch) -> None:
     of = lambda chunk: chunk_of(1000, chunk, VMAP)
     seconds = lambda one: 0.01 + abs(math.log((one.chunk_size or 1000) / 16)) / 100
@@ -214,6 +216,7 @@ def test_chunks_become_smaller_while_that_is_faster(monkeypatch) -> None:
     assert chunk_of(9, 1, VMAP) is None
 
 
+@pytest.mark.slow
 def test_a_limit_on_the_seconds_of_slower_steps(monkeypatch) -> None:
     run = Run(monkeypatch, lambda one: 0.01 if one == VMAP else 0.02, most=0.1).take(1_000_000)
     assert run.used.count(MAP) == 0

@@ -56,6 +56,7 @@ def test_only_the_collection_params_of_linen_trains(linen, leaves):
     assert len(leaves(ens.rest)) == 2
 
 
+@pytest.mark.slow
 def test_linen_trains_as_alone_and_its_statistics_are_updated(linen, make_batches, assert_same):
     def loss(model, x, y):
         logits, updates = model(x, train=True, mutable=["batch_stats"])
@@ -107,6 +108,7 @@ def updating(model, x, y):
     return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["vmap", "map", "loop"])
 def test_linen_statistics_and_dropout_are_carried_along(make_batches, assert_same, strategy):
     members, batches = [with_keys(i) for i in range(2)], make_batches(4)

@@ -23,6 +23,7 @@ def poisoned(batches, member, at):
     return batches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "chunk_size"), STRATEGIES)
 @pytest.mark.parametrize("in_fit", [False, True])
 def test_others_are_the_same_to_the_bit(

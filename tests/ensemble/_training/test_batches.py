@@ -93,6 +93,7 @@ def test_a_selection_of_a_memory_mapped_array_is_copied(tmp_path):
     assert float(next(iter(batches)).min()) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="Linux counts the memory of a process")
 def test_memory_mapped_arrays_stay_on_the_disk(tmp_path):
     script = """
@@ -242,6 +243,7 @@ def test_several_batches_are_gathered_as_one(tmp_path, monkeypatch, members, cou
             np.testing.assert_array_equal(batch["y"], one["y"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 3, 100, 1625, 1626, 5000])
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 def test_orders_are_the_permutations_of_jax(count, impl):
@@ -505,6 +507,7 @@ class Test_epochs:
         state, _ = trainer.fit(state, make_batches(4), epochs=2, progress=False)
         assert int(state.step) == 11
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("kind", ["list", "unsized", "ours"])
     @pytest.mark.parametrize("cut", [2, 4, 7])
     def test_a_run_resumes_within_any_epoch(self, tmp_path, trainer, ens, make_batches, assert_same, kind, cut):

@@ -36,6 +36,7 @@ class Keep:
 
 
 class Test_the_state:
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "options",
         [{"strategy": "vmap", "chunk_size": 2}, *({"strategy": s} for s in ("vmap", "map", "unroll", "loop"))],
@@ -76,6 +77,7 @@ class Test_the_state:
         for step, state in keep.states.items():
             assert_same(state, trainer.fit(start, make_batches(11), steps=step, progress=False)[0])
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("k", [4, 6])
     def test_steps_per_call_keeps_recorded_steps(self, ens, cross_entropy, make_batches, assert_same, monkeypatch, k):
         trainer, keep, counts = trainer_of(cross_entropy), Keep(), []
@@ -97,6 +99,7 @@ class Test_the_state:
         trainer.fit(start, make_batches(12), callbacks=[lambda step, metrics: None], **options)
         assert counts == [k] * (12 // k)
 
+    @pytest.mark.slow
     @pytest.mark.filterwarnings("ignore:Trainer.fit. member . stopped")
     @pytest.mark.parametrize("strategy", ["vmap", "loop"])
     def test_with_members_that_stop_leave_and_restart(self, ens, cross_entropy, make_batches, assert_same, strategy):

@@ -81,6 +81,7 @@ def arrays_of(state, i):
 class Test_early_stopping:
     turning_points = (4, 30, 8, 2, 30, 6, 12, 30)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("strategy", "chunk_size"), STRATEGIES)
     @pytest.mark.parametrize("in_axes", [None, 0])
     def test_each_member_stops_on_its_own_and_gets_its_best_back(self, strategy, chunk_size, in_axes, assert_same):
@@ -108,6 +109,7 @@ class Test_early_stopping:
         assert set(sizes) == {8, 6, 4} or set(sizes) == {8, 6, 4, 3}
         assert set(seen[-1]) >= {1, 4, 7}
 
+    @pytest.mark.slow
     def test_a_run_ends_when_all_have_stopped(self, capsys):
         trainer = Trainer(loss, optax.adam(0.01))
         found, _ = evaluate((2, 4, 6))
@@ -134,6 +136,7 @@ class Test_early_stopping:
         np.testing.assert_array_equal(state.standing.step, [6, 4])
         np.testing.assert_array_equal([m.counter.steps[...] for m in state.ensemble], [6, 4])
 
+    @pytest.mark.slow
     @pytest.mark.filterwarnings("ignore:Trainer.fit. member . stopped")
     @pytest.mark.parametrize("cut", [5, 10, 15, 19])
     @pytest.mark.parametrize("strategy", ["vmap", "loop"])
@@ -273,6 +276,7 @@ def kill_again_and_again(directory, kills):
     os.write(1, json.dumps([reached, writing]).encode())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Trainer.fit. member . stopped")
 def test_a_run_killed_twenty_times_gives_the_same_result(tmp_path, assert_same):
     command = [sys.executable, "-W", "ignore", __file__, str(tmp_path / "killed"), "20"]

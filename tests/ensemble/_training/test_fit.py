@@ -173,6 +173,8 @@ def test_the_programs_own_handler_stays(trainer, ens, make_batches):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.mark.optimized
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "kind"), [("vmap", "stateful"), ("map", "plain"), ("unroll", "plain"), ("loop", "stateful")]
 )

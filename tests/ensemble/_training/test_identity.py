@@ -116,6 +116,7 @@ def test_all_differences_are_named(tmp_path):
         run_of(seed=1, key=2, size=4)(steps=3, checkpoint_dir=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["vmap", "loop"])
 def test_the_same_run_goes_on_and_says_so(tmp_path, capsys, assert_same, strategy):
     run = {"strategy": strategy, "options": {"epochs": 2}}
@@ -250,6 +251,7 @@ def test_resume_needs_a_directory():
         run_of()(resume=True)
 
 
+@pytest.mark.slow
 def test_a_program_is_the_same_in_every_process(tmp_path, assert_same):
     """Hashes of strings, and so the order of sets, and addresses differ between processes."""
     for seed, steps in (("1", "2"), ("2", "4")):

@@ -33,6 +33,7 @@ def rows(tree, i):
     return jax.tree.map(lambda x: x[i], tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["vmap", "loop"])
 def test_select_takes_members_with_their_whole_state(trained, assert_same, strategy):
     trainer, state = trained

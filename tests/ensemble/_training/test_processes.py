@@ -25,7 +25,7 @@ from plurax.transforms._runs import array_store
 from plurax.transforms._runs.processes import Damaged, Group
 
 # All in one worker, which runs the script once.
-pytestmark = pytest.mark.xdist_group("two processes")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("two processes")]
 
 BATCHES = [
     (

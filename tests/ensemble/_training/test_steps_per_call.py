@@ -24,6 +24,7 @@ def same_history(found, expected):
     np.testing.assert_allclose([row[2] for row in losses(found)], [row[2] for row in losses(expected)], rtol=1e-4)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     "options",
     [
@@ -144,6 +145,7 @@ def test_early_stopping_sees_the_same_steps(plain, cross_entropy, make_batches, 
         assert [row.get("validation") for row in history] == [row.get("validation") for row in found[0][1]]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_repeats_the_calls_to_the_bit(tmp_path, stateful, cross_entropy, assert_same):
     data = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32), np.arange(40) % 3
     trainer = Trainer(cross_entropy, optax.adam(0.01), strategy="vmap")
@@ -170,6 +172,7 @@ def test_a_resumed_run_repeats_the_calls_to_the_bit(tmp_path, stateful, cross_en
     assert losses(history) == losses(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("members", [None, 3])
 def test_batches_of_ours_are_gathered_for_a_whole_call(plain, cross_entropy, assert_same, monkeypatch, members):
     """Across epochs of three batches, where members leave the run, and for the last steps one by one."""

@@ -33,6 +33,7 @@ def final(trainer, ensemble, steps=5):
     return state, np.array(losses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_loss_takes_values_of_each_member(strategy, assert_same):
     ensemble = Ensemble.create(make, 3, seed=0)
@@ -58,6 +59,7 @@ def test_values_of_the_loss_may_be_shared_and_have_defaults():
     np.testing.assert_array_equal(losses, expected)
 
 
+@pytest.mark.slow
 def test_a_grad_fn_and_a_line_search_get_the_loss_of_the_member():
     ensemble = Ensemble.create(make, 2, seed=0)
     seen = []
@@ -81,6 +83,7 @@ def test_a_grad_fn_and_a_line_search_get_the_loss_of_the_member():
     np.testing.assert_allclose(losses[:, 1], one[:, 0], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_each_member_has_its_schedule(strategy):
     decay = optax.cosine_decay_schedule(0.3, 6)

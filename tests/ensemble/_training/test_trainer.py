@@ -71,6 +71,7 @@ def trained_alone(request, cross_entropy, make_batches):
     return of
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     ("strategy", "kind"),
     [(strategy, "stateful") for strategy in (*STRATEGIES, "auto")]
@@ -141,6 +142,7 @@ def test_a_batch_that_is_not_a_tuple_is_one_argument(plain, create):
 class Test_steps_that_donate_the_state:
     """`fit` donates the state; loops then replace the arrays of some members at a time."""
 
+    @pytest.mark.slow
     def test_compute_the_same(self, options, stateful, create, assert_same):
         def loss(model, x, y, scale):
             error = scale * (model(x) - y)
@@ -194,6 +196,7 @@ class Test_steps_that_donate_the_state:
         assert np.float16 in [x.dtype for x in jax.tree.leaves(after.opt_state)]
 
 
+@pytest.mark.slow
 def test_chunks_of_members_change_nothing(stateful, create, cross_entropy, make_batches, assert_same):
     ens = create(stateful, 3)
     states = []
@@ -210,6 +213,8 @@ def test_reported_values_have_a_leading_member_axis(plain, create, cross_entropy
     assert {name: value.shape for name, value in metrics.items()} == {"loss": (3,), "accuracy": (3,)}
 
 
+@pytest.mark.optimized
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "kind"), KINDS)
 def test_members_do_not_depend_on_how_many_there_are(
     request, kind, create, cross_entropy, make_batches, assert_same, strategy
@@ -382,6 +387,7 @@ class Test_optimizers:
                     params, opt_state = step(graphdef, params, opt_state)
                 assert_same(state.ensemble[i], nnx.merge(graphdef, params), tolerance=1e-4)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("strategy", ["vmap", "loop"])
     @pytest.mark.parametrize("opaque", [False, True])
     @pytest.mark.parametrize("wrap", [lambda sam: sam, lambda sam: optax.chain(optax.clip_by_global_norm(0.3), sam)])
@@ -426,6 +432,7 @@ class Test_optimizers:
         )
         assert_same(a.ensemble, b.ensemble, tolerance=1e-6)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("strategy", ["vmap", "loop"])
     def test_lookahead_keeps_the_slow_parameters_in_its_state(
         self, plain, create, cross_entropy, make_batches, assert_same, strategy

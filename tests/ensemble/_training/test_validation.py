@@ -89,6 +89,7 @@ def expected_losses(ens, x, y):
     return np.float32([loss(member, x, y)[0] for member in members])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"strategy": "vmap", "chunk_size": 2}, *({"strategy": s} for s in ("auto", "vmap", "map", "unroll", "loop"))],
@@ -125,6 +126,7 @@ def test_steps_are_those_of_the_state(ens):
     assert list(by_step(history, "validation_loss")) == [4, 8]
 
 
+@pytest.mark.slow
 @given(cuts=st.lists(st.integers(1, 22), max_size=3, unique=True))
 def test_several_batches_are_averaged_by_their_examples(ens, cuts):
     parts = [(X[a:b], Y[a:b]) for a, b in zip([0, *sorted(cuts)], [*sorted(cuts), 23], strict=True)]
@@ -207,12 +209,14 @@ def test_later_changes_of_the_data_do_not_matter(ens):
 
 @pytest.mark.parametrize("strategy", ["vmap", "map", "loop"])
 class Test_batches_for_each_member:
+    @pytest.mark.slow
     def test_data_that_all_share(self, ens, strategy):
         trainer, source = trainer_of(in_axes=0, strategy=strategy), batches(4, SIZE)
         state, history = fit(trainer, ens, source, validation=(X, Y), validate_every=4, metrics=scores)
         found = by_step(history, "validation_loss")[4]
         np.testing.assert_allclose(found, expected_losses(state.ensemble, X, Y), rtol=1e-5)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("in_axes", [0, (-3, -2)])
     def test_data_of_each(self, ens, strategy, in_axes):
         trainer, source = trainer_of(in_axes=in_axes, strategy=strategy), batches(4, SIZE)
@@ -224,6 +228,7 @@ class Test_batches_for_each_member:
             expected = [expected_losses(state.ensemble[i : i + 1], x[i], y[i])[0] for i in range(SIZE)]
             np.testing.assert_allclose(by_step(history, "validation_loss")[4], expected, rtol=1e-5)
 
+    @pytest.mark.slow
     def test_labels_of_each(self, ens, strategy):
         trainer = trainer_of(in_axes=0, strategy=strategy)
         y = GENERATOR.integers(0, 3, (SIZE, 23))
@@ -302,6 +307,7 @@ def test_linen_and_functions():
     assert by_step(history, "validation_accuracy")[3].shape == (3,)
 
 
+@pytest.mark.slow
 def test_equinox():
     eqx = pytest.importorskip("equinox")
     models = [eqx.nn.MLP(4, 3, 5, 1, key=jax.random.key(i)) for i in range(3)]
@@ -317,6 +323,7 @@ def test_equinox():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_call", [3, 4, 12])
 def test_steps_per_call_keeps_the_steps(ens, steps_per_call):
     options = {"validation": (X, Y), "validate_every": 4, "metrics": scores}
@@ -440,6 +447,7 @@ def test_the_bar_shows_the_latest_values(ens, capsys):
     assert "validation_nll " + f"{found['nll'][0]:.4f} to" not in shown
 
 
+@pytest.mark.slow
 def test_tensorboard_has_the_values(ens, tmp_path):
     with TensorBoard(tmp_path) as board:
         fit(trainer_of(), ens, batches(4), validation=(X, Y), validate_every=2, metrics=scores, callbacks=[board])
@@ -482,6 +490,7 @@ def distance(turning_points):
 class Test_early_stopping_by_name:
     points = (4, 30, 8, 2, 30, 6, 12, 30)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("strategy", ["vmap", "map", "loop"])
     @pytest.mark.parametrize("every", [None, 2])
     def test_equals_early_stopping_by_a_function(self, strategy, every, assert_same):
@@ -503,6 +512,7 @@ class Test_early_stopping_by_name:
         last = [row["validation_worst"] for row in history if row["step"] == 24]
         assert set(last) == {30 - 24}
 
+    @pytest.mark.slow
     def test_the_loss_and_a_multiple(self, assert_same):
         trainer, source = Trainer(loss, optax.adam(0.3), strategy="vmap"), batches(24)
         options = {"validation": (X, Y), "validate_every": 2}
@@ -628,6 +638,7 @@ def one_run(directory, every=None, callbacks=(), strategy="vmap"):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Trainer.fit. member . stopped")
 @pytest.mark.parametrize("strategy", ["vmap", "loop"])
 @pytest.mark.parametrize("every", [3, 5, 8])
@@ -655,6 +666,7 @@ def test_an_interrupted_run_resumes_to_the_bit(tmp_path, every, strategy, assert
     assert (np.asarray(whole.standing.restarts) == 1).any()
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(
     every=st.integers(1, 5),
@@ -724,6 +736,7 @@ def kill_again_and_again(directory, kills):
     os.write(1, json.dumps(reached).encode())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Trainer.fit. member . stopped")
 def test_a_killed_run_has_the_same_history(tmp_path, assert_same):
     command = [sys.executable, "-W", "ignore", __file__, str(tmp_path / "killed"), "8"]

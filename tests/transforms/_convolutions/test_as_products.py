@@ -92,6 +92,7 @@ def convolutions(draw: st.DrawFn, crops_and_pads: bool) -> tuple[Callable[..., A
     return fun, padded, tuple(lengths[x] for x in lhs), tuple(kernel[x] for x in rhs)
 
 
+@pytest.mark.slow
 @pytest.mark.hypothesis
 @given(convolutions(crops_and_pads=True))
 def test_every_convolution_and_its_gradients(case: Any) -> None:
@@ -105,6 +106,7 @@ def test_every_convolution_and_its_gradients(case: Any) -> None:
         assert_equal(convolutions_as_products(with_gradients(fun)), with_gradients(padded), x, w)
 
 
+@pytest.mark.slow
 @pytest.mark.hypothesis
 @given(convolutions(crops_and_pads=False))
 def test_every_convolution_with_loopable_gradients(case: Any) -> None:
@@ -188,6 +190,7 @@ def lenet_gradient() -> tuple[Callable[..., Any], Any, jax.Array]:
 
 
 class Test_programs:
+    @pytest.mark.slow
     def test_a_network_and_its_gradient_contain_no_convolutions(self) -> None:
         fun, params, x = lenet_gradient()
         assert_same(fun, params, x)

@@ -71,6 +71,7 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("transform", [jacfwd, jacrev])
 @pytest.mark.parametrize("budget", [6000, "12KiB"])
 def test_the_temporaries_stay_within_the_budget(transform: Any, budget: Any, expected: Any, probes: list[int]) -> None:
@@ -113,6 +114,7 @@ def test_budgets_of_vmap(probes: list[int]) -> None:
     assert any(need > 8_000 for need in probes if need <= 16_000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("outer", "plain"),
     [
@@ -217,6 +219,7 @@ def test_budgets_of_hessians(mode: str, budget: int, hessian_of_energy: Any) -> 
     chex.assert_trees_all_close(within(X), hessian_of_energy, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["rev_rev", "fwd_fwd"])
 def test_budgets_of_hessians_of_several_outputs(mode: str) -> None:
     weights = np.sin(np.arange(16.0 * 12)).reshape(16, 12).astype(np.float32)

@@ -50,6 +50,7 @@ def expected() -> Any:
     return found, sum(jnp.sum(leaf) for leaf in jax.tree.leaves(found))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", [{}, {"chunk_size": 1}, {"chunk_size": 4}, {"memory_budget": "1MiB"}])
 def test_pytrees_argnums_and_keywords(limits: Any, expected: Any) -> None:
     assert_close(jax.jit(hessian_diagonal(mixed, (1, 0), **limits))(X, TREE, scale=0.5), expected[0])
@@ -61,6 +62,7 @@ def test_one_argument_and_negative_argnums(expected: Any) -> None:
     assert_close(hessian_trace(mixed)(X, TREE, scale=0.5), expected[0][1].sum())
 
 
+@pytest.mark.slow
 def test_a_large_hessian_fits_into_a_small_budget() -> None:
     weights = jax.random.normal(jax.random.key(0), (300, 20)) / 20
 
@@ -88,6 +90,7 @@ def test_under_vmap_and_grad() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float16, 2e-2), (jnp.bfloat16, 5e-2), (jnp.float64, 1e-12)])
 def test_dtypes(dtype: Any, tolerance: float) -> None:
     with jax.enable_x64(True):
@@ -165,6 +168,7 @@ class Test_the_estimate:
         )
         assert 0.9 < spread < 1.1  # variance of the off-diagonal; false alarms below 1e-10
 
+    @pytest.mark.slow
     def test_is_that_of_a_plain_loop(self) -> None:
         _, fun = self.quadratic()
         x, key = jnp.linspace(-1, 1, 12), jax.random.key(7)
@@ -198,6 +202,7 @@ class Test_the_estimate:
         with pytest.raises(error, match=message):
             hutchinson_trace(*arguments)
 
+    @pytest.mark.slow
     def test_counts_may_be_numpy_integers(self) -> None:
         estimate = hutchinson_trace(mixed, np.int64(4), (0, 1), chunk_size=np.int32(3))
         expected = hutchinson_trace(mixed, 4, (0, 1))

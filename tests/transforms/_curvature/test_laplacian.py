@@ -108,6 +108,7 @@ DETERMINANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DETERMINANTS)
 def test_determinants_and_gradients_of_their_laplacians(name: str) -> None:
     with jax.enable_x64(True):
@@ -130,6 +131,7 @@ def test_a_determinant_takes_no_solution_for_each_direction(name: str, fast: boo
     assert (max(columns) == 3) is fast
 
 
+@pytest.mark.slow
 def test_a_nearly_singular_matrix_is_as_accurate_as_with_solutions() -> None:
     def fun(x: Any, dtype: Any = jnp.float32) -> Any:
         near = jnp.outer(jnp.sin(x), jnp.cos(x)) + 1e-3 * jnp.diag(x) + 1e-3
@@ -161,6 +163,7 @@ def test_it_is_half_the_work_of_the_hessian() -> None:
     np.testing.assert_allclose(jax.jit(laplacian(network))(x), trace(network, x), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_pytrees_argnums_keywords_and_aux() -> None:
     def fun(x: Any, tree: Any, *, scale: Any = 1.0) -> Any:
         return scale * jnp.sum(jnp.sin(x @ tree["w"])) * tree["s"] ** 3, {"x": x, "said": "yes"}
@@ -174,6 +177,7 @@ def test_pytrees_argnums_keywords_and_aux() -> None:
         np.testing.assert_array_equal(aux["x"], X)
 
 
+@pytest.mark.slow
 def test_modules() -> None:
     class Model(nnx.Module):
         def __init__(self) -> None:
@@ -201,6 +205,7 @@ def test_under_vmap_and_grad() -> None:
         np.testing.assert_allclose(slope, jax.grad(lambda x: trace(fun, x))(X), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_budget_is_kept() -> None:
     weights, x = jax.random.normal(jax.random.key(0), (200, 30)) / 15, jnp.linspace(-1, 1, 200)
     fun = lambda x: jnp.sum(jnp.tanh(jnp.tanh(x @ weights) @ weights.T) ** 2)

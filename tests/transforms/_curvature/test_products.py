@@ -50,6 +50,7 @@ def test_the_helper_detects_differences() -> None:
         assert_close(jnp.ones(2), 1.01 * jnp.ones(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_products_over_all_primals_in_every_mode(mode: str) -> None:
     """The derivative of the gradient along the tangents, mixed derivatives included."""
@@ -132,6 +133,7 @@ def test_the_cost_of_a_product() -> None:
     assert counts[1] <= 4.2 * counts[0]
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=10)
 def test_the_gauss_newton_matrix_of_a_convex_loss_is_positive_semidefinite(data: st.DataObject) -> None:

@@ -45,6 +45,7 @@ def test_every_method_equals_the_loop(rows: str, mode: str, limit: Any, expected
     assert_close(every(BATCH, scale=2.0), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", ["vmap", "independent"])
 def test_axes_argnums_and_aux(rows: str, expected: Any) -> None:
     fun = lambda scale, x: (layer(x.T, scale), {"y": x.T, "text": "a string", "host": np.ones((x.shape[1], 2))})
@@ -153,6 +154,7 @@ def test_auxiliary_arrays_without_a_sample_axis_are_refused() -> None:
         batch_jacobian(lambda x: (jnp.sin(x), {"w": W, "n": 3, "text": "a string"}), has_aux=True)(BATCH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", ["vmap", "independent"])
 @pytest.mark.parametrize("mode", ["auto", "forward", "reverse"])
 @pytest.mark.parametrize("chunk_size", [None, 2])

@@ -103,6 +103,7 @@ def test_refusals_name_the_hessian(call: Any, error: Any, match: str) -> None:
         call()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", [None, 2])
 @pytest.mark.parametrize("mode", ["auto", "rev_rev", "fwd_fwd", "rev_fwd"])
 def test_holomorphic_functions_have_complex_hessians(mode: str, chunk_size: Any) -> None:

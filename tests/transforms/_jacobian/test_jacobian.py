@@ -216,6 +216,7 @@ def test_auto_takes_the_cheaper_mode_for_square_jacobians() -> None:
     assert choice.mode == min(choice.flops, key=choice.flops.get) == "forward"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("transform", "chunk_size"), [(jacfwd, None), (jacrev, 3), (jacobian, None)])
 def test_modules_are_differentiated_and_updated_once(transform: Any, chunk_size: Any) -> None:
     model, twin = (Norm(nnx.Rngs(0)) for _ in range(2))
@@ -232,6 +233,7 @@ def test_modules_are_differentiated_and_updated_once(transform: Any, chunk_size:
     assert int(model.count[...]) == 1
 
 
+@pytest.mark.slow
 @OURS
 def test_a_module_or_its_method_may_be_the_function(transform: Any) -> None:
     model, twin = (Norm(nnx.Rngs(0)) for _ in range(2))
@@ -315,6 +317,7 @@ def swirl(z: Any, w: Any) -> Any:
 Z = np.array([0.5 + 1j, -1.0 - 0.25j, 2j], np.complex64)
 
 
+@pytest.mark.slow
 @TRANSFORMS
 @pytest.mark.parametrize("chunk_size", [None, 2])
 @pytest.mark.parametrize("dtype", [np.complex64, np.complex128])
@@ -386,6 +389,7 @@ for transform in (jacfwd, jacrev, jacobian, hessian):
 """
 
 
+@pytest.mark.slow
 def test_arrays_sharded_over_explicit_axes_need_no_active_mesh() -> None:
     done = subprocess.run([sys.executable, "-c", ON_FOUR_DEVICES], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -678,6 +682,7 @@ def test_the_cache_is_bounded_and_keeps_nothing_alive(monkeypatch: pytest.Monkey
     assert [each() for each in gone] == [None, None]
 
 
+@pytest.mark.slow
 def test_static_parts_of_arguments_are_released_with_the_function() -> None:
     class Told(eqx.Module):
         gain: jax.Array

@@ -31,6 +31,7 @@ print("flax" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_flax_is_not_imported_without_modules() -> None:
     run = subprocess.run([sys.executable, "-c", WITHOUT_FLAX], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["False", "True"]

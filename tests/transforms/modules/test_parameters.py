@@ -292,6 +292,7 @@ class TestTraining:
         optimizer.update(model, gradient)
         np.testing.assert_allclose(model.layers[0].kernel[...], 0.95 * before, rtol=1e-5)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("strategy", ["vmap", "map", "unroll", "loop"])
     def test_a_trainer_does_not_change_them(self, strategy: str) -> None:
         ensemble = Ensemble.stack([freeze(Net(nnx.Rngs(i)), "encoder") for i in range(2)])
@@ -334,6 +335,7 @@ class TestTraining:
             assert frozen_names(again[0]) == frozen_names(like[0])
             np.testing.assert_array_equal(again[1].layers[0].kernel[...], ensemble[1].layers[0].kernel[...])
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("method", ["vmap", "ghost", "book_keeping"])
     def test_per_sample_gradients_are_clipped_by_trainable_parameters(self, method: str) -> None:
         model = freeze(plain(nnx.Rngs(0)), "layers.0")

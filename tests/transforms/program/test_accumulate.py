@@ -115,6 +115,7 @@ def test_a_module_in_evaluation_has_the_gradients_of_the_whole_batch() -> None:
     assert_close(value_and_grad(accumulate(net_loss, 3, batch_argnums=(1, 2)))(model, x, y), ours)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outside", [False, True])
 def test_the_state_of_a_module_is_passed_between_parts(outside: bool) -> None:
     ours, theirs = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
@@ -135,6 +136,7 @@ def test_a_module_may_be_the_function() -> None:
     np.testing.assert_allclose(accumulate(model, 2, batch_argnums=0)(x), (model(x[:2]) + model(x[2:])) / 2, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_under_vmap_jit_and_second_derivatives() -> None:
     ours = accumulate(loss, 3)
     many = jax.tree.map(lambda p: jnp.stack([p, 2 * p]), PARAMS)
@@ -144,6 +146,7 @@ def test_under_vmap_jit_and_second_derivatives() -> None:
     assert_close(hvp(lambda p: ours(p, BATCH), (PARAMS,), (direction,)), theirs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_clipped_gradients_add_up() -> None:
     clipped = clipped_grad(loss, l2_clip_norm=0.1)
     assert_close(accumulate(clipped, 4, reduction="sum")(PARAMS, BATCH), clipped(PARAMS, BATCH))
@@ -306,6 +309,7 @@ for check_vma, inside in ((True, True), (True, False), (False, True)):
 """
 
 
+@pytest.mark.slow
 def test_inside_of_a_shard_map_on_four_devices() -> None:
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-W", "error", "-c", ON_FOUR_DEVICES]

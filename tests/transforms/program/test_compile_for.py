@@ -66,6 +66,7 @@ def test_scopes_of_a_module(target: str) -> None:
     assert found == {"layers/0": 2 * 16 * 64 * 128, "layers/1": 2 * 16 * 128 * 32}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_steps_and_clipped_gradients(target: str) -> None:
     model, x = nnx.Linear(8, 3, rngs=nnx.Rngs(0)), jnp.ones((16, 8))
@@ -138,6 +139,7 @@ for axes, numbers in (({"ensemble": 4}, 0), ({"ensemble": 2, "data": 2}, 4 * (64
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_collectives_over_a_mesh(target: str) -> None:
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}

@@ -480,6 +480,7 @@ WRAPS: dict[str, Any] = {
 STEPS = {name: fun for name, (fun, _) in (*PROGRAMS.items(), *CELLS.items())}
 
 
+@pytest.mark.slow
 @settings(max_examples=5 if settings().max_examples < 100 else 5000, deadline=None)  # more under `make fuzz`
 @given(
     st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.sampled_from(sorted(WRAPS))), min_size=1, max_size=3),
@@ -643,6 +644,7 @@ def test_an_operation_of_another_library_mixes_everything() -> None:
     np.testing.assert_array_equal(found.todense().reshape(6, 6), np.kron(np.eye(2), np.eye(3)[::-1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["forward", "reverse"])
 def test_values_from_other_examples_of_an_outer_map_are_not_tracked(mode: str) -> None:
     fun = lambda x: x * lax.psum(x**2, "b")

@@ -23,6 +23,8 @@ from plurax.transforms import jacobian
 from plurax.transforms._calls.call import Call
 from plurax.transforms._jacobian._sparse.pattern import found_pattern
 
+pytestmark = pytest.mark.slow
+
 X = np.linspace(-1, 2, 12, dtype=np.float32)
 MASK = np.array([1, 0, 1] * 4, bool)
 MIXES = "the results of `shard_map` are assumed to depend on all operands"

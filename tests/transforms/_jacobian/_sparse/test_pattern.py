@@ -125,6 +125,7 @@ def dense(fun: Any, *args: Any) -> Any:
         return jax.jit(jax.jacrev(fun))(*args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_against_the_dense_jacobian(name: str) -> None:
     fun, entries = FUNCTIONS[name]
@@ -141,6 +142,7 @@ def test_functions_against_the_dense_jacobian(name: str) -> None:
         assert_equals(mapped, jax.jit(jax.vmap(lambda x: dense(fun, x)))(LONGS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fun", "mode"), [(arrow, "auto"), (bands, "forward"), (bands, "reverse"), (jax.nn.softmax, "auto")]
 )
@@ -173,6 +175,7 @@ def test_a_budget_bounds_the_products_at_a_time() -> None:
         jacobian(fun, sparsity="auto", memory_budget=8)(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["bcoo", "padded", "csr", "coo matrix", "numpy", "jax", "result"])
 def test_forms_of_patterns(form: str) -> None:
     expected = jax.jit(jax.jacfwd(bands))(LONG)
@@ -206,6 +209,7 @@ def tree(point: Any, scale: Any) -> Any:
 POINT = {"x": np.arange(3, dtype=np.float32), "y": np.ones((2,), np.float32)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("argnums", "mode"), [(0, "auto"), (-1, "reverse"), ((1, 0), "auto"), ((0, 1), "reverse")])
 def test_pytrees_with_patterns_of_every_form(argnums: Any, mode: str) -> None:
     expected = jax.jit(jax.jacfwd(tree, argnums))(POINT, 3.0)
@@ -220,6 +224,7 @@ def test_pytrees_with_patterns_of_every_form(argnums: Any, mode: str) -> None:
     assert_equals(of(sparsity=full), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float64])
 def test_dtypes(dtype: Any) -> None:
     with jax.enable_x64(True):
@@ -366,6 +371,7 @@ SCALARS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
@@ -391,6 +397,7 @@ def test_a_hessian_in_a_budget() -> None:
     assert_equals(found, jax.jit(jax.hessian(rosenbrock))(X))
 
 
+@pytest.mark.slow
 def test_hessians_of_trees_models_and_vectors() -> None:
     fun = lambda point, s: jnp.sum(jnp.sin(point["x"]) * point["y"][0]) + s * point["y"].sum() ** 2
     for argnums, wrap in ((1, jax.jit), ((0, 1), lambda fun: fun)):
@@ -491,6 +498,7 @@ def test_dense_with_a_warning_where_detection_fails(monkeypatch: pytest.MonkeyPa
     assert_equals(found, jax.jacfwd(lambda x: jnp.cumsum(x) * x)(X))
 
 
+@pytest.mark.slow
 def test_a_solver_of_differential_equations() -> None:
     fun = lambda x: odeint(lambda y, t: -y * y, x, jnp.array([0.0, 0.1]))[-1]
     assert_equals(jax.jit(jacobian(fun, sparsity="auto"))(X), jax.jit(jax.jacrev(fun))(X), 1e-4)
@@ -522,6 +530,7 @@ def test_a_probe_catches_a_wrong_pattern() -> None:
     assert_equals(jacobian(lambda x: x[:5] ** 2, sparsity=WRONG, check=True)(X), jax.jacfwd(lambda x: x[:5] ** 2)(X))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 17, 45])
 def test_one_entry_that_is_missing_is_caught(lost: int) -> None:
     pattern = jacobian(arrow, sparsity="auto")(LONG)

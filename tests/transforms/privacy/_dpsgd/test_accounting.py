@@ -26,6 +26,7 @@ def test_epsilon_is_that_of_the_reference(accountant, sigma, q, steps, delta, ex
     assert ledger(sigma, q).epsilon(steps, delta, accountant) == pytest.approx(expected, abs=5e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("accountant", "expected"), [("rdp", 1.3562), ("pld", 1.2900)])
 def test_noise_is_that_of_the_reference(accountant, expected):
     found = calibrate(8.0, 0.04, 2000, 1e-5, accountant)
@@ -33,6 +34,7 @@ def test_noise_is_that_of_the_reference(accountant, expected):
     assert 7.999 < ledger(found, 0.04).epsilon(2000, 1e-5, accountant) <= 8.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])
 @pytest.mark.parametrize(("epsilon", "q", "rounds"), [(0.5, 1.0, 3), (2.0, 0.06, 600), (0.1, 0.0001, 10**5)])
 def test_calibrated_noise_is_enough_and_no_more(accountant, epsilon, q, rounds):
@@ -47,6 +49,7 @@ def test_the_event_is_that_of_jax_privacy():
     assert banded.event(7) == amplified_bandmf_event(1.0, 7, num_bands=3, sampling_prob=0.25)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("accountant", "make"), [("rdp", dp_accounting.rdp.RdpAccountant), ("pld", dp_accounting.pld.PLDAccountant)]
 )
@@ -82,6 +85,7 @@ def test_the_fast_bound_is_a_bound(q):
         assert exact <= shown <= 1.1 * exact + 1e-3
 
 
+@pytest.mark.slow
 def test_the_bound_in_the_progress_bar_holds_until_the_next_one():
     """At most twenty distinct values, never below the privacy spent, and exact at the end."""
     of = ledger(1.2, 0.2)
@@ -93,6 +97,7 @@ def test_the_bound_in_the_progress_bar_holds_until_the_next_one():
     assert ledger(0.0).progress(1, 2, 1e-5, "rdp", 1) == "ε = ∞"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])
 def test_steps_within_a_budget_are_maximal(accountant):
     of = ledger(2.0, 0.1)

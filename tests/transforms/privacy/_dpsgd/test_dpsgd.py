@@ -173,6 +173,7 @@ def test_auxiliary_outputs_of_the_loss_are_metrics(method: str) -> None:
     assert float(metrics["count"]) == 1.0
 
 
+@pytest.mark.slow
 def test_the_history_contains_scalar_metrics() -> None:
     def with_aux(model: Any, x: Any, y: Any) -> Any:
         return model_loss(model, x, y), {"logits": model(x), "mean": model(x).mean()}
@@ -330,6 +331,7 @@ def test_a_pytree_may_hold_modules() -> None:
     assert not np.allclose(trained["scale"], 1)
 
 
+@pytest.mark.slow
 def test_members_train_as_each_would_alone() -> None:
     dp = make(model_loss, optax.adam(1e-2))
     ensemble = Ensemble.create(lambda rngs: Network(rngs, 0.3), 3, seed=0)
@@ -576,6 +578,7 @@ def test_unused_dropout_has_no_effect() -> None:
     assert int(trained.model.drop.rngs.count[...]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit, nnx.remat])
 def test_group_norm_trains_where_batch_norm_is_refused(wrap: Any) -> None:
     dp = make(lambda model, x, y: wrap(model_loss)(model, x, y))

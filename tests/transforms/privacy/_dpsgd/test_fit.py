@@ -124,6 +124,7 @@ def test_a_state_beyond_the_run_is_unchanged(dp: DPSGD, state: Any) -> None:
         fit(shorter, after, steps=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("together", [False, True])
 def test_a_budget_is_never_passed(together: bool, dp: DPSGD) -> None:
     ensemble = Ensemble.create(network, 2, seed=0)
@@ -155,6 +156,7 @@ def test_progress_shows_what_is_spent(dp: DPSGD, state: Any, capsys: Any) -> Non
     assert f"Stopped after step 7: one more would exceed ε = {dp.epsilon(7)}." in printed.out + printed.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("members", [None, 2])
 def test_interrupted_and_resumed_equals_uninterrupted_to_the_bit(tmp_path: Any, members: Any) -> None:
     model = network(nnx.Rngs(0)) if members is None else Ensemble.create(network, members, seed=0)

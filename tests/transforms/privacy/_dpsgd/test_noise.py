@@ -33,6 +33,7 @@ def noises(of: Ledger, like, steps: int, seed: int = 0):
     return jax.lax.scan(step, privatizer(of, jax.random.key(seed)).init(zeros), length=steps)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [(1.0,), (1.0, 0.5, 0.25)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float64])
 def test_noise_is_that_of_jax_privacy(strategy, dtype):
@@ -67,6 +68,7 @@ def test_bits_of_many_keys_are_those_of_each():
     np.testing.assert_array_equal(found, jax.vmap(lambda key: jax.random.bits(key, (5,)))(keys))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
 def test_other_keys_are_left_as_they_are(impl):
     by_hand = privatizer(ledger(), jax.random.key(3, impl=impl))

@@ -12,6 +12,8 @@ import pytest
 from plurax.transforms import clipped_grad, per_sample_norm
 from plurax.transforms.privacy import DPSGD
 
+pytestmark = pytest.mark.optimized
+
 BATCH, LAYERS, WIDTH, WORDS, LENGTH = 8, 8, 48, 32, 24
 MIB = 2**20
 
@@ -44,6 +46,7 @@ def assert_equal_to_vmap(of: Any) -> None:
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accelerator", [False, True])
 def test_every_choice_fits_and_computes_the_same(accelerator: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if accelerator:  # several devices are treated like an accelerator: large groups are quicker than small ones

@@ -55,6 +55,7 @@ def test_the_helper_detects_differences() -> None:
         assert_close(jnp.ones(2), 1.001 * jnp.ones(2))
 
 
+@pytest.mark.slow
 @METHODS
 @pytest.mark.parametrize("microbatch_size", [None, 2, 6])
 def test_the_sum_is_that_of_a_loop(method: str, microbatch_size: Any) -> None:
@@ -185,6 +186,7 @@ def next_token(model: Any, tokens: Any) -> Any:
 TOKENS = np.arange(40).reshape(5, 8) * 7 % 11
 
 
+@pytest.mark.slow
 def test_modules_and_their_explanation() -> None:
     model = Net(nnx.Rngs(0))
     of = clipped_grad(next_token, l2_clip_norm=0.5, return_grad_norms=True)
@@ -247,6 +249,7 @@ def test_it_composes(method: str) -> None:
     assert_close(jax.jit(vmap(of, (0, None, None)))(many, X, scale), jnp.stack([each(m, X, scale) for m in many]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 4}, {"memory_budget": "1MB"}], ids=["", "chunks", "budget"])
 def test_each_gradient(options: Any) -> None:
     each = jax.jit(per_sample_grad(loss, batch_argnums=(1, 2), **options))(PARAMS, X, Y)

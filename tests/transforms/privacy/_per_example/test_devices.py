@@ -29,7 +29,7 @@ from plurax.transforms import clipped_grad, per_sample_grad, per_sample_norm, vm
 from plurax.transforms.privacy import DPSGD, Batch
 
 # All in one worker, which runs the script once.
-pytestmark = pytest.mark.xdist_group("four devices")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("four devices")]
 
 BATCH, METHODS = 8, ("vmap", "ghost", "book_keeping")
 PARAMS = {

@@ -157,6 +157,7 @@ def assert_close(found: Any, expected: Any, tolerance: float = 2e-5) -> None:
         np.testing.assert_allclose(a, b, tolerance, tolerance * (1 + float(np.abs(b).max())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_norms_and_sums_are_those_of_materialized_gradients(name: str, jit: bool) -> None:
@@ -173,6 +174,7 @@ def test_norms_and_sums_are_those_of_materialized_gradients(name: str, jit: bool
     assert_close((found, aux.grad_norms), (expected, norms), tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["scan, tied", "two lookups", "in half precision", "normalized weights"])
 def test_float64_sums(name: str) -> None:
     with jax.enable_x64(True):
@@ -182,6 +184,7 @@ def test_float64_sums(name: str) -> None:
     assert_close(found, expected, 2e-2 if name == "in half precision" else 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["scan, tied", "list", "one layer repeated", "in half precision"])
 @pytest.mark.parametrize("mode", ["jvp", "jit of jvp", "grad", "vmap over parameters"])
 def test_it_can_be_transformed(name: str, mode: str) -> None:
@@ -247,6 +250,7 @@ def products(of: Any, platform: str) -> int:
     return lowered.as_text().count("dot_general")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["scan", "list, tied", "one layer repeated"])
 def test_auto_follows_the_platform_that_is_compiled_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(methods, "_NO_MATTER", 0)
@@ -258,6 +262,7 @@ def test_auto_follows_the_platform_that_is_compiled_for(name: str, monkeypatch: 
     assert products(of(), "cuda") > products(of(method="book_keeping"), "cuda")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["jvp", "grad", "vmap over parameters", "scan"])
 def test_auto_with_two_platforms_can_be_transformed(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(methods, "_NO_MATTER", 0)

@@ -621,6 +621,7 @@ CASES = [(name, "float64" if name in IN_FLOAT64 else "float32") for name in MODE
 CASES += [(name, "bfloat16") for name in IN_BFLOAT16]
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_every_method_gives_the_same(name: str, dtype: str) -> None:
     with jax.enable_x64(dtype == "float64"):
@@ -703,6 +704,7 @@ def test_a_frozen_base_is_never_mentioned(name: str) -> None:
     assert not {"base", "base_module", "kernel", "bias", "frozen"} & {*words(str(report))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["auto", "vmap", "ghost", "book_keeping"])
 @pytest.mark.parametrize("kind", [nnx.LoRAParam, nnx.PathContains("bias"), nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))])
 def test_variables_that_a_filter_selects(kind: Any, method: str) -> None:

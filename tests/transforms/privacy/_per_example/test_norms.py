@@ -16,6 +16,8 @@ from plurax.transforms.privacy._per_example.loss import ExampleProgram
 from plurax.transforms.privacy._per_example.norms import ExampleGradients
 from plurax.transforms.privacy._per_example.report import report_uses
 
+pytestmark = pytest.mark.optimized
+
 BATCH = 5
 RNG = np.random.default_rng(0)
 WEIGHTS = RNG.normal(size=BATCH)

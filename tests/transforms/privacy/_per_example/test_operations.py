@@ -276,6 +276,7 @@ def one_by_one(name: str) -> list[Any]:
     return [gradient(jax.tree.map(jnp.asarray, params), x[None]) for x in batch]
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_sums_and_norms_are_those_of_one_example_at_a_time(name: str, method: str) -> None:
@@ -324,6 +325,7 @@ def test_the_requested_method_is_used(name: str) -> None:
         assert (report.method, report.examples) == (method, len(batch)), report.why
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_nan_derivative_excludes_only_examples_that_depend_on_it(method: str) -> None:
     """A norm at zero parameters has a NaN gradient, and so has each example that multiplies the norm."""
@@ -387,6 +389,7 @@ def test_a_huge_or_tiny_example_does_not_affect_the_others(method: str, size: fl
     np.testing.assert_allclose(aux.grad_norms[1:], norms.grad_norms, 1e-6)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("method", ["auto", "ghost", "book_keeping"])
 @pytest.mark.parametrize(
     ("far", "jitted"), [(1e-25, True), (1e-20, True), (1e20, True), (1e25, True), (1e20, False), (1e-20, False)]

@@ -20,6 +20,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 from plurax.transforms import clipped_grad
 from plurax.transforms.privacy._per_example.gradient_forms import OuterProduct
 
+pytestmark = pytest.mark.slow
+
 N, BATCH = 3, 3
 METHODS = ("auto", "vmap", "ghost", "book_keeping")
 MODES = ("fill", "clip", "promise_in_bounds")

@@ -22,6 +22,8 @@ ADD_OR_REMOVE_ONE, REPLACE_ONE, REPLACE_SPECIAL = (
     NeighboringRelation.REPLACE_ONE,
     NeighboringRelation.REPLACE_SPECIAL,
 )
+
+pytestmark = pytest.mark.optimized
 DRAWS, BATCH, ALL_BUT_ONE = max(300, 5 * settings().max_examples), 3, np.array([0, 2])
 BOUNDS = np.array([0.0, 1e-3, 0.1, 1.0, 1.37, 10.0, 1e4, np.inf], np.float32)
 ROUNDING = 1e-5  # allowance for float32 rounding
@@ -167,6 +169,7 @@ def farthest(method: str, way: str) -> dict[NeighboringRelation, tuple[Any, Any,
     return {relation: (bounds, apart[relation], np.array(allowed[relation])) for relation in apart}
 
 
+@pytest.mark.slow
 @pytest.mark.hypothesis  # so that `make fuzz` draws more
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("method", METHODS)
@@ -181,6 +184,7 @@ def test_no_draw_exceeds_the_sensitivity_and_some_come_close(method: str, way: s
             assert near or not drawn.any() or (way == "float16" and bound == 1e4), (relation, bound)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_groups_of_samples_are_neighbors_too(method: str) -> None:
     generator = np.random.default_rng(21)

@@ -738,6 +738,7 @@ def test_another_installation_or_machine_compiles_a_separate_file(change, tmp_pa
     tells_them_apart(fun, tmp_path, ours)
 
 
+@pytest.mark.slow
 def test_another_processor_compiles_a_separate_file(tmp_path):
     fun = Counted(double)
     aot(fun, tmp_path, key="1")(X)

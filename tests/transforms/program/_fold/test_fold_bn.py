@@ -933,6 +933,7 @@ def networks(draw: st.DrawFn) -> tuple[Callable[..., Any], dict[str, Any]]:
     return fun, params
 
 
+@pytest.mark.slow
 @given(networks(), st.integers(1, 2))
 def test_random_networks_keep_their_results(network: tuple[Callable[..., Any], dict[str, Any]], batch: int) -> None:
     fun, params = network

@@ -281,6 +281,7 @@ def test_classes_are_restored_when_tracing_fails() -> None:
     assert type(model.conv) is nnx.Conv
 
 
+@pytest.mark.slow
 def test_modules_are_named_from_any_source(cnn: CNN) -> None:
     def scopes(fun: Any, *args: Any) -> set[str]:
         return set(flops_of(profile(fun, *args, repeats=1), "conv_general_dilated"))
@@ -294,6 +295,7 @@ def test_modules_are_named_from_any_source(cnn: CNN) -> None:
     assert two == {"a/conv", "b/conv"}
 
 
+@pytest.mark.slow
 def test_modules_are_found_in_all_references_of_a_function(cnn: CNN) -> None:
     conv, x = cnn.blocks[0], jnp.ones((1, 5, 6, 16))
 
@@ -448,6 +450,7 @@ def test_a_jitted_function_keeps_its_settings() -> None:
     assert not x.is_deleted()
 
 
+@pytest.mark.slow
 def test_static_arguments_of_every_kind(cnn: CNN) -> None:
     x = jnp.ones((2, 3))
     graphdef, state = nnx.split(cnn)
@@ -493,6 +496,7 @@ def test_shares_of_a_fusion_have_all_its_flops(of_cnn: Profile, cnn: CNN) -> Non
         assert sum(share.part for share in found) == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_scopes_may_have_any_characters() -> None:
     for name in ("ünï", "it's", 'a "b"', "a b", "back\\slash"):
 
@@ -514,6 +518,7 @@ def test_profiling_under_a_transform_or_another_profile_raises(tmp_path: Path) -
         profile(jnp.sin, 1.0)
 
 
+@pytest.mark.slow
 def test_numbers_are_arrays() -> None:
     for number in (2.0, np.float32(2.0), np.full(3, 2.0, np.float32)):
         found = profile(lambda x, y: jnp.exp(x) * y, number, jnp.ones(3), repeats=1)

@@ -79,6 +79,7 @@ def test_what_one_of_them_alone_runs_is_added_or_deleted() -> None:
     assert named(found.deleted) == [("tanh", "layer3", -1)]
 
 
+@pytest.mark.slow
 def test_identical_programs_give_nothing_twenty_times() -> None:
     for _ in range(20):
         found = trace_diff(layers(), layers(), WS[:2], X, repeats=2)
@@ -154,6 +155,7 @@ def test_operations_of_each_device_count() -> None:
     assert count_operations(jax.make_jaxpr(sharded)(x).jaxpr) == {("tanh", ""): 2}
 
 
+@pytest.mark.slow
 def test_variable_names_and_lines_do_not_change_the_program() -> None:
     one, other = jax.jit(lambda a: jnp.fft.fft(a)), jax.jit(
         lambda another: jnp.fft.fft(another)
@@ -181,6 +183,7 @@ def test_the_same_program_has_no_change_on_the_same_machine() -> None:
     assert by_duration([1.0] * 5, [2.0] * 5).increased
 
 
+@pytest.mark.slow
 def test_a_machine_is_identified_by_its_processor_and_available_cores(tmp_path: Path, monkeypatch: Any) -> None:
     machines = set()
     for model, cores in (("one", {0, 1}), ("another", {0, 1}), ("another", {1})):
