@@ -19,7 +19,7 @@ help:
 	@echo "make demo         train an ensemble on the digits         (ARGS=...)"
 	@echo "make examples     run all into the pages that show them   (ARGS=\"maxwell laplacian\")"
 	@echo "make test         the tests, in some minutes               (PYTEST_ARGS=...)"
-	@echo "make test-all     with the slow ones, and the compiler's defaults"
+	@echo "make test-all     every test"
 	@echo "make lint         style and formatting, nothing is changed"
 	@echo "make types        types of an installed copy and of the tests"
 	@echo "make guides       run the guides' code, and show its output in them (ARGS=\"start sparse\")"
@@ -50,15 +50,13 @@ guides: $(READY)
 	@$(BIN)/python docs/_render.py $(ARGS)
 	@$(BIN)/python docs/_notebook.py
 
-# Two cases of each test are enough to see that it works. Most of the time goes into compiling programs that run once.
-# So the compiler's optimizations are off (conftest.py), except for tests that depend on them. Pytest exits with 5 if it
-# selects no test.
-test: $(READY)
-	@$(PYTEST) --cases 2 -m "not slow and not optimized" $(PYTEST_ARGS) || test $$? = 5
-	@XLA_FLAGS= $(PYTEST) --cases 2 -m "not slow and optimized" $(PYTEST_ARGS) || test $$? = 5
-
-test-all: $(READY)
-	@XLA_FLAGS= $(PYTEST) $(PYTEST_ARGS)
+# Most of the time goes into compiling programs that run once. So the compiler's optimizations are off (conftest.py),
+# except for tests that depend on them. Pytest exits with 5 if it selects no test.
+test: FEW := --cases 2
+test: AND := not slow and
+test test-all: $(READY)
+	@$(PYTEST) $(FEW) -m "$(AND) not optimized" $(PYTEST_ARGS) || test $$? = 5
+	@XLA_FLAGS= $(PYTEST) $(FEW) -m "$(AND) optimized" $(PYTEST_ARGS) || test $$? = 5
 
 lint: $(READY)
 	@$(BIN)/ruff check

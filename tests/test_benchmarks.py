@@ -275,6 +275,7 @@ def test_available_peers_are_installed(monkeypatch, capsys):
         peers.main()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["layers in a list", "list, each layer rematerialised", "scan, rematerialised"])
 def test_the_losses_that_are_compiled_for_accelerators(form):
     of = module("accelerators")

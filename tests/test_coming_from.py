@@ -75,6 +75,7 @@ def faults(page: str, kept: dict[str, Any]) -> list[str]:
     return found + [f"a value of no row: {code}" for code in values]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES)
 def test_every_row_gives_what_the_other_library_gave(name: str) -> None:
     page = (ROOT / f"docs/coming-from-{name}.md").read_text()
@@ -83,6 +84,7 @@ def test_every_row_gives_what_the_other_library_gave(name: str) -> None:
     assert faults(page, kept) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES)
 def test_the_other_library_gives_the_stored_values(name: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(name) is None:

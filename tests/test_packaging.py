@@ -99,6 +99,7 @@ def test_the_sdist_holds_the_repository_and_nothing_else(sdist: Path) -> None:
     assert {"LICENSE", "README.md", "CHANGELOG.md", "tests/conftest.py", "examples/vmap_tour.py"} <= found
 
 
+@pytest.mark.slow
 def test_the_wheel_from_the_sdist_equals_the_one_from_the_tree(sdist: Path, wheel: Path, tmp_path: Path) -> None:
     of_tree, of_sdist = (
         {name: archive.read(name) for name in archive.namelist()}

@@ -84,6 +84,7 @@ def fits(value: Any, stated: ast.expr) -> bool:
     return all(len(group) == len(types) and all(map(fits, group, types)) for group in groups)
 
 
+@pytest.mark.slow
 def test_stated_types_are_true(checks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs in this process while the checkers run."""
     seen: dict[int, Any] = {}

@@ -53,6 +53,7 @@ def blocks() -> list[Any]:
     return [Block(i) for i in range(3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [lambda m: freeze(m, nnx.LayerNorm), lambda m: freeze(m, nnx.PathContains("inner"))])
 def test_gradients_of_a_frozen_stack_are_those_of_frozen_layers(change: Any) -> None:
     frozen = change(Scanned(blocks()))

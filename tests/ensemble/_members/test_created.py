@@ -59,6 +59,7 @@ def outcomes():
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("created")
 @pytest.mark.parametrize("way", WAYS)
 def test_created_members_are_those_of_their_own_keys(way, outcomes):

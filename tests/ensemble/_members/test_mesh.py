@@ -592,6 +592,7 @@ def outcomes() -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [way.__name__ for way in WAYS])
 def test_eight_devices(way: str, outcomes: dict[str, str]) -> None:
     assert not outcomes[way], outcomes[way]

@@ -4,11 +4,13 @@ import logging
 
 import jax
 import optax
+import pytest
 from flax import nnx
 
 from plurax.ensemble import Ensemble, Trainer
 
 
+@pytest.mark.slow
 def test_the_initial_state_takes_few_compilations(caplog):
     """Not one for each shape, and another one for each shape that is copied."""
 

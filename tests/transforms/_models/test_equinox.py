@@ -72,6 +72,7 @@ def each(net: Net) -> Any:
     return stacked, jax.vmap(optax.tree.norm)(stacked)
 
 
+@pytest.mark.slow
 def test_gradients_have_none_for_other_leaves(net: Net) -> None:
     expected = eqx.filter_grad(loss)(net, X, Y)
     assert_same(grad(loss)(net, X, Y), expected)
@@ -89,6 +90,7 @@ def test_gradients_have_none_for_other_leaves(net: Net) -> None:
     assert float(of_net(eqx.apply_updates(net, updates))) < float(of_net(net))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["auto", "vmap", "ghost", "book_keeping"])
 def test_each_sample(method: str, net: Net, each: Any) -> None:
     gradients, norms = each

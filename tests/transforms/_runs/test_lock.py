@@ -139,6 +139,7 @@ def test_a_lock_on_a_removed_file_is_not_taken(tmp_path: Path, monkeypatch: pyte
         refused(tmp_path, f"process {os.getpid()} on {HOST}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["compete", "compete without locks"])
 def test_of_many_processes_only_one_holds_the_lock(tmp_path: Path, role: str) -> None:
     subprocess.run([sys.executable, __file__, role, str(tmp_path)], check=True, timeout=100)

@@ -40,6 +40,7 @@ def close(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
         np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 5e-2)])
 def test_values_gradients_and_state_are_those_of_the_function(dtype: Any, tolerance: float) -> None:
     found, expected = (Net(nnx.Rngs(0), dtype) for _ in range(2))

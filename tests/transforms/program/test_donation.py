@@ -80,6 +80,7 @@ def test_names_may_have_any_characters() -> None:
     assert_donated(step, {name: f32(3 + i) for i, name in enumerate(names)})
 
 
+@pytest.mark.slow
 def test_a_program_that_is_cached_keeps_the_names_of_this_function(tmp_path: Path) -> None:
     def compiled(step: Any) -> Any:
         jax.clear_caches()

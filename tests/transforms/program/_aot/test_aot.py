@@ -241,6 +241,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads(in_a_process("run all cases", directory)) for _ in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("aot in two processes")
 @pytest.mark.parametrize(("name", "key"), CALLS)
 def test_the_second_process_has_the_same_to_the_bit_and_compiles_nothing(name, key, processes):

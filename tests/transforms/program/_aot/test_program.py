@@ -557,6 +557,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("aot at the end of processes")
 def test_at_the_end_of_a_process_what_is_stale_is_warned_of_and_removed(ended):
     compiled, same, edited, last = ended
