@@ -10,23 +10,17 @@ loads a single network from it.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import matplotlib as mpl
-
-mpl.use("Agg")  # draws to a file; needs no window
-
-import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from flax import nnx
 from rich.console import Console
 from rich.table import Table
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 
 from plurax.ensemble import Ensemble, Prediction, Trainer, load_member, metrics, save
 
@@ -58,12 +52,14 @@ class Digits(NamedTuple):
 
 def split_digits() -> tuple[Digits, Digits, Digits]:
     """Split the digits of scikit-learn into training (1,077), validation (360) and test (360) images."""
-    images, labels = load_digits(return_X_y=True)
-    images = (images / 16).astype(np.float32).reshape(-1, 8, 8, 1)
-    labels = labels.astype(np.int32)
-    rest, x_test, y_rest, y_test = train_test_split(images, labels, test_size=360, stratify=labels, random_state=0)
-    x_train, x_valid, y_train, y_valid = train_test_split(rest, y_rest, test_size=360, stratify=y_rest, random_state=0)
-    return Digits(x_train, y_train), Digits(x_valid, y_valid), Digits(x_test, y_test)
+    # Importing scikit-learn would take longer than everything else before the first step; the digits are a file in it.
+    folder = Path(importlib.util.find_spec("sklearn").origin).parent
+    table = np.loadtxt(folder / "datasets" / "data" / "digits.csv.gz", delimiter=",", dtype=np.float32)
+    table = np.random.default_rng(0).permutation(table)
+    digits = Digits((table[:, :64] / 16).reshape(-1, 8, 8, 1), table[:, 64].astype(np.int32))
+    parts = np.split(np.arange(len(table)), [1077, 1437])
+    train, valid, tests = (Digits(digits.images[part], digits.labels[part]) for part in parts)
+    return train, valid, tests
 
 
 def batches(data: Digits, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -109,6 +105,11 @@ def _row(values: object) -> list[str]:
 
 def draw(path: Path, rates: np.ndarray, test: Prediction, shuffled: Prediction, labels: np.ndarray) -> None:
     """Plot the accuracy of the members and the ensemble, and the entropy for three groups of images."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")  # draws to a file; needs no window
+    import matplotlib.pyplot as plt
+
     right = np.asarray(test.mean.argmax(axis=-1) == labels)
     entropy = np.asarray(test.entropy)
     figure, (left_panel, right_panel) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
