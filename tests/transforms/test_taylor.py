@@ -168,7 +168,7 @@ ELEMENTWISE: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.usefixtures("either")
+@pytest.mark.usefixtures("taylor_first")  # by default, low orders are nested
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise_functions_are_those_of_nested_jvp(name: str) -> None:
     fun = ELEMENTWISE[name]

@@ -491,8 +491,7 @@ class Test_early_stopping_by_name:
     points = (4, 30, 8, 2, 30, 6, 12, 30)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("strategy", ["vmap", "map", "loop"])
-    @pytest.mark.parametrize("every", [None, 2])
+    @pytest.mark.parametrize(("every", "strategy"), [(None, "vmap"), (2, "map"), (None, "loop")])
     def test_equals_early_stopping_by_a_function(self, strategy, every, assert_same):
         trainer, source = Trainer(loss, optax.adam(0.01), strategy=strategy), batches(24)
         metric, seen = distance(self.points)
@@ -640,8 +639,7 @@ def one_run(directory, every=None, callbacks=(), strategy="vmap"):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Trainer.fit. member . stopped")
-@pytest.mark.parametrize("strategy", ["vmap", "loop"])
-@pytest.mark.parametrize("every", [3, 5, 8])
+@pytest.mark.parametrize(("every", "strategy"), [(3, "vmap"), (5, "loop"), (8, "vmap")])
 def test_an_interrupted_run_resumes_to_the_bit(tmp_path, every, strategy, assert_same):
     """Interrupted at several steps, with checkpoints at, before and after validations."""
 

@@ -621,7 +621,6 @@ CASES = [(name, "float64" if name in IN_FLOAT64 else "float32") for name in MODE
 CASES += [(name, "bfloat16") for name in IN_BFLOAT16]
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_every_method_gives_the_same(name: str, dtype: str) -> None:
     with jax.enable_x64(dtype == "float64"):
