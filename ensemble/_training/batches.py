@@ -269,7 +269,8 @@ def _gathered(
 ) -> Any:
     """Gather `count` batches, for each member if each has its own order: stacked along a new axis 0, or as a list."""
     index = _index(orders, i, size, per_epoch, count)
-    batches = jax.tree.map(lambda x: x[index], data)
+    # The indices are in bounds; without the promise, JAX corrects those below zero or beyond the end, which takes longer.
+    batches = jax.tree.map(lambda x: x.at[index].get(mode="promise_in_bounds"), data)
     return batches if stacked else [jax.tree.map(itemgetter(j), batches) for j in range(count)]
 
 
