@@ -269,7 +269,7 @@ def _gathered(
 ) -> Any:
     """Gather `count` batches, for each member if each has its own order: stacked along a new axis 0, or as a list."""
     index = _index(orders, i, size, per_epoch, count)
-    # The indices are in bounds; without the promise, JAX corrects those below zero or beyond the end, which takes longer.
+    # The indices are in bounds. Without the promise, JAX corrects those below zero or beyond the end, which takes time.
     batches = jax.tree.map(lambda x: x.at[index].get(mode="promise_in_bounds"), data)
     return batches if stacked else [jax.tree.map(itemgetter(j), batches) for j in range(count)]
 
