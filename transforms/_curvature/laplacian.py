@@ -199,7 +199,7 @@ def _of_slogdet(eqn: JaxprEqn, triple: Triple) -> list[Triple]:
     sign, logarithm = evaluate(eqn, matrix)
     inverse = jnp.linalg.inv(matrix)
     transposed = jnp.swapaxes(inverse, -1, -2)
-    moved = inverse @ slopes
+    moved = jnp.matmul(inverse, slopes, precision="highest")  # accelerators round factors by default
     seconds = (moved * jnp.swapaxes(moved, -1, -2)).sum((0, -2, -1))
     slope, curvature = ((transposed * x).sum((-2, -1)) for x in (slopes, bent))
     return [(sign, None, None), (logarithm, slope, curvature - seconds)]
