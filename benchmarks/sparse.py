@@ -199,9 +199,7 @@ def determinants(batch: int, rounds: int, seconds: float) -> Tables:
 
     rows, claims = [], []
     for name, fun in (("orbitals of one particle each", each), ("orbitals of all particles", together)):
-        found, (of_laplacian, _) = compared(
-            {key: jax.vmap(f) for key, f in exact_traces(fun).items()}, x, rounds, seconds
-        )
+        found, (one, _) = compared({key: jax.vmap(f) for key, f in exact_traces(fun).items()}, x, rounds, seconds)
         rows += [{"network": name} | row for row in found]
         claims.append(one | {"what": name})
     return rows, claims
