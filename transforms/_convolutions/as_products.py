@@ -41,6 +41,29 @@ def convolutions_as_products(fun: Callable[..., Any]) -> Callable[..., Any]:
     return run_by(_run, fun)
 
 
+def products_unless_differentiated(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function as `convolutions_as_products`, whose derivatives are those of `fun` as it was."""
+
+    def rewritten(*args: Any) -> Any:
+        closed, out = jax.make_jaxpr(fun, return_shape=True)(*args)
+        count = len(closed.consts)
+
+        @jax.custom_jvp
+        def outputs(*values: Any) -> list[Any]:  # what `fun` closes over is an argument too, so it has derivatives
+            return _run(closed.jaxpr, values[:count], values[count:])
+
+        @outputs.defjvp
+        def derivative(values: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+            def as_it_was(*values: Any) -> list[Any]:
+                return interpret(closed.jaxpr, values[:count], values[count:], lambda eqn, args: evaluate(eqn, *args))
+
+            return jax.jvp(as_it_was, values, tangents)
+
+        return jax.tree.unflatten(jax.tree.structure(out), outputs(*closed.consts, *jax.tree.leaves(args)))
+
+    return rewritten
+
+
 def run_by(run: Callable[..., list[Any]], fun: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that traces `fun` and evaluates its program by `run(jaxpr, consts, args)`."""
 
@@ -58,9 +81,18 @@ def has_convolution(jaxpr: Jaxpr) -> bool:
 
 def largest_convolution(jaxpr: Jaxpr) -> float:
     """Return the bytes of the largest result of a convolution, at any depth; infinity if one is not rewritten."""
+    return _largest(jaxpr, lambda of: math.prod(of.shape))
+
+
+def largest_copies(jaxpr: Jaxpr) -> float:
+    """Return the most bytes that a convolution copies, at any depth; infinity if one is not rewritten."""
+    return _largest(jaxpr, lambda of: of.number * of.positions * min(of.patches, of.parts))
+
+
+def _largest(jaxpr: Jaxpr, elements: Callable[[_Convolution], float]) -> float:
+    """Return the most bytes of any convolution, counted in elements; infinity if one is not rewritten."""
     found = [eqn for eqn in with_inner(jaxpr.eqns) if eqn.primitive.name == "conv_general_dilated"]
-    out = [aval(eqn.outvars[0]) for eqn in found]
-    sizes = [math.prod(x.shape) * x.dtype.itemsize for x in out]
+    sizes = [elements(_Convolution(eqn)) * aval(eqn.outvars[0]).dtype.itemsize for eqn in found]
     return max(sizes, default=0.0) if all(map(_is_rewritten, found)) else math.inf
 
 
@@ -139,7 +171,12 @@ class _Convolution:
       features, inputs, window: axes of the weights.
       out_batch, out_features, out_places: axes of the result.
       sizes: the spatial shape of the result.
-      number: the batch size of the result.
+      shape: the shape of the result.
+      number: its batch size.
+      positions: the number of positions of the window.
+      results: the number of places of the result.
+      patches: the elements of the input that one window position takes from one example, for all places of the result.
+      parts: the elements of one example's result for one window position, for all places of the input.
       groups: `feature_group_count`, the number of groups of channels, each with its own features.
       batches: `batch_group_count`, the number of groups of the batch, each with its own features.
     """
@@ -150,8 +187,12 @@ class _Convolution:
         self.batch, self.channels, *self.places = numbers.lhs_spec
         self.features, self.inputs, *self.window = numbers.rhs_spec
         self.out_batch, self.out_features, *self.out_places = numbers.out_spec
-        shape, dtype = aval(eqn.outvars[0]).shape, aval(eqn.outvars[0]).dtype
-        self.sizes, self.number = [shape[i] for i in self.out_places], shape[self.out_batch]
+        self.shape, dtype = aval(eqn.outvars[0]).shape, aval(eqn.outvars[0]).dtype
+        self.sizes, self.number = [self.shape[i] for i in self.out_places], self.shape[self.out_batch]
+        lhs_shape, rhs_shape = (aval(x).shape for x in eqn.invars)
+        self.positions, self.results = math.prod(rhs_shape[i] for i in self.window), math.prod(self.sizes)
+        self.patches = self.results * lhs_shape[self.channels]
+        self.parts = math.prod(lhs_shape[i] for i in self.places) * rhs_shape[self.features]
         self.groups: int = params["feature_group_count"]
         self.batches: int = params["batch_group_count"]
         self.strides, self.padding = params["window_strides"], params["padding"]
@@ -175,9 +216,8 @@ class _Convolution:
 def _is_rewritten(eqn: JaxprEqn) -> bool:
     """Return whether a convolution becomes a product: not if it is empty, or has too many positions."""
     of = _Convolution(eqn)
-    lhs_shape, rhs_shape = (aval(x).shape for x in eqn.invars)
-    positions, results = math.prod(rhs_shape[i] for i in of.window), math.prod(of.sizes)
-    return 0 not in (*lhs_shape, *rhs_shape, results) and min(positions, results) <= _MOST_SLICES
+    empty = any(0 in aval(x).shape for x in (*eqn.invars, *eqn.outvars))
+    return not empty and min(of.positions, of.results) <= _MOST_SLICES
 
 
 def convolved(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
@@ -190,14 +230,9 @@ def convolved(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
     if not _is_rewritten(eqn):
         return None
     of = _Convolution(eqn)
-    lhs_shape, rhs_shape = (aval(x).shape for x in eqn.invars)
-    positions, results = math.prod(rhs_shape[i] for i in of.window), math.prod(of.sizes)
-    # The elements that each kind materializes besides its operands, for one window position and one example.
-    patches = results * lhs_shape[of.channels]
-    parts = math.prod(lhs_shape[i] for i in of.places) * rhs_shape[of.features]
-    if positions > results:
+    if of.positions > of.results:
         out = _by_results(of, lhs, rhs)
-    elif parts < patches and of.batches == 1:
+    elif of.parts < of.patches and of.batches == 1:
         out = _by_parts(of, lhs, rhs)
     else:
         out = _by_patches(of, lhs, rhs)

@@ -99,7 +99,8 @@ def within_budget(
 
 def _on_cpu(program: ExampleProgram, size: int) -> Iterator[MethodChoice]:
     """Yield the choices for one CPU device, the quickest first by the cost model."""
-    yield from (MethodChoice(cost.method, cost.examples, "") for cost in sorted(costs(program, size, size)))
+    for cost in sorted(costs(program, size, size)):
+        yield MethodChoice(cost.method, cost.examples, "", products=cost.products)
 
 
 def _on_accelerator(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
+from ..._convolutions.as_products import products_unless_differentiated
 from ..._core.arguments import Argnums, check_count, check_number, describe, is_int, wrap_like
 from ..._core.compat import Tracer
 from ..._core.memory import check_budget
@@ -159,8 +160,9 @@ def clipped_grad(
         "auto" chooses for the platform that is compiled for. On an accelerator it is "book_keeping", or "ghost" if
         book-keeping would add more than half of the temporaries of an ordinary gradient, as estimated from shapes (and
         more than 16 MiB). On several CPU devices it is "book_keeping"; on one, a cost model of shapes chooses between
-        "book_keeping" and "vmap", and the number of samples at a time. If an operation supports no such method (JAX
-        cannot map it over samples, for example), `jax.grad` runs on one sample at a time, and `explain` reports this.
+        "book_keeping" and "vmap", the number of samples at a time, and whether convolutions become matrix products. If
+        an operation supports no such method (JAX cannot map it over samples, for example), `jax.grad` runs on one
+        sample at a time, and `explain` reports this.
       memory_budget: an alternative to `microbatch_size`: bytes, or a string as for `vmap`. The quickest way whose
         compiled temporaries fit is used. With method="auto" that may also be "mixed": book-keeping for the first
         parameter uses and "ghost" for all later ones; and any of them for groups of samples. `explain` reports it.
@@ -181,7 +183,7 @@ def clipped_grad(
         combines devices.
 
     Cost:
-      "auto": 0.9 to 1.2 times the time of `jax.grad` of the batch, and 0.06 to 2.5 times its memory, for the networks
+      "auto": 0.4 to 1.2 times the time of `jax.grad` of the batch, and 0.06 to 2.5 times its memory, for the networks
       of the benchmarks on a CPU. "ghost": two gradients; the memory of one and of a copy of the examples. Parameters
       that several operations use, or one in a loop, keep activations and cotangents there. "vmap": memory for batch
       times parameters. Every method needs that memory for parameters that the loss also decays, or normalizes before
@@ -258,7 +260,8 @@ def clipped_grad(
 
         sums = jax.eval_shape(transform, of.parameters) if transform else of.parameters
         start = jax.tree.map(lambda x: jnp.zeros(x.shape, wide(x.dtype, dtype)), sums)
-        total, each = in_groups(of_some, of.examples, padding, choice.examples, start)
+        of_group = products_unless_differentiated(of_some) if choice.products else of_some
+        total, each = in_groups(of_group, of.examples, padding, choice.examples, start)
 
         # Round to the requested dtype only here, once.
         def finished(x: jax.Array, like: Any) -> jax.Array:

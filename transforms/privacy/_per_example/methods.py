@@ -45,12 +45,14 @@ class MethodChoice(NamedTuple):
       examples: the number of examples to compute at a time.
       why: the reason, as a phrase for `explain`.
       inside_from: for "mixed", the first use as in `ExampleGradients`: book-keeping before it, "ghost" from it on.
+      products: whether convolutions are computed as matrix products, for a CPU.
     """
 
     method: str
     examples: int
     why: str
     inside_from: int | None = None
+    products: bool = False
 
 
 def choose(program: ExampleProgram, batch: int, most: int, spmd_axis_name: Any) -> dict[str, MethodChoice]:
@@ -98,7 +100,8 @@ def _choice_by_time(program: ExampleProgram, batch: int, most: int) -> MethodCho
     other = min(cost.traffic for cost in found if cost.method != best.method)
     instead = "with" if best.method == "book_keeping" else "without"
     why = f"estimated memory traffic {_size(best.traffic)}; {_size(other)} {instead} stored gradients"
-    return MethodChoice(best.method, best.examples, why)
+    why += "; convolutions as matrix products" if best.products else ""
+    return MethodChoice(best.method, best.examples, why, products=best.products)
 
 
 def routes(of: PerExample, choice: MethodChoice) -> list[MethodChoice]:
@@ -109,7 +112,7 @@ def routes(of: PerExample, choice: MethodChoice) -> list[MethodChoice]:
     if of.size == 0:
         return [MethodChoice("vmap", 0, "there are no examples")]
     one = MethodChoice("vmap", 1, "one example at a time")
-    if choice[:2] == one[:2]:
+    if choice[:2] == one[:2] and not choice.products:
         return [choice]
     divided = jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes
     inside = of.program.wrong_inside() if divided else ""
@@ -157,7 +160,7 @@ def on_platform(api: str, by_platform: dict[str, list[MethodChoice]], compute: C
         structures.append(structure)  # the auxiliary output of a loss has another structure each time it is traced
         return found
 
-    choices = {routes[0][:2] for routes in by_platform.values()}
+    choices = {routes[0]._replace(why="") for routes in by_platform.values()}
     if len(choices) == 1:
         found = results("default")
     else:

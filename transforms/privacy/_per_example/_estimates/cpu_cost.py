@@ -4,10 +4,14 @@ Every method costs an ordinary gradient plus an overhead. Book-keeping computes 
 positions, and materializes small gradients. A materialized gradient is written once and read twice, for its norm and
 for the sum. "ghost" computes the gradient twice. Groups start every operation and update the sum once for each group,
 but the residuals of a group may stay in the cache between its forward and its backward pass.
+
+Convolutions are computed as matrix products if all of them can be. XLA's own are many times slower in the loop over
+groups, and outside it take about twice as long. The copies that products make should stay in the cache too.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn
 
+from ...._convolutions.as_products import largest_copies
 from ...._core.jaxpr import aval, bodies
 from ..loss import ExampleProgram
 from ..parameter_uses import ParameterUse
@@ -25,7 +30,7 @@ from ..rules import norm_cost
 _OPERATIONS_PER_BYTE = 8.0  # floating-point operations in the time of one byte of memory
 # An operation on fewer than `_SMALL` bytes takes the time of `_SMALL_START` bytes to start, any other that of `_START`.
 _SMALL, _SMALL_START, _START = 65_536, 25_000, 100_000
-_CACHE, _CACHE_OF_GRADIENTS = 16 * 2**20, 10 * 2**20  # bytes
+_CACHE, _CACHE_OF_GRADIENTS, _CACHE_OF_PRODUCTS = 16 * 2**20, 10 * 2**20, 8 * 2**20  # bytes
 # Products of a forward and a backward pass, for each product of the forward pass.
 _PRODUCTS = 3
 
@@ -37,11 +42,13 @@ class Cost(NamedTuple):
       traffic: bytes.
       method: "vmap", "ghost" or "book_keeping".
       examples: the number of examples to compute at a time.
+      products: whether convolutions are computed as matrix products.
     """
 
     traffic: float
     method: str
     examples: int
+    products: bool
 
 
 def costs(program: ExampleProgram, batch: int, most: int) -> list[Cost]:
@@ -56,18 +63,29 @@ def costs(program: ExampleProgram, batch: int, most: int) -> list[Cost]:
     held = sum(program.parameters[i].nbytes for i in used)
     norms = sum(_bytes(use, program.parameters) for use in program.uses)
     again = _PRODUCTS * _operations(program.closed.jaxpr) / _OPERATIONS_PER_BYTE
+    copies = largest_copies(program.closed.jaxpr)
+    by_xla = _PRODUCTS * _operations(program.closed.jaxpr, ("conv_general_dilated",)) / _OPERATIONS_PER_BYTE
+    # Whether convolutions are products, the bytes of their copies, the additional cost, and the smallest group.
+    by_products, plainly = (True, copies, 0.0, 1), (False, 0, by_xla, batch)
+    ways = [by_products, plainly] if 0 < copies < math.inf else [(False, 0, 0.0, 1)]
     found = []
-    for size in (size for size in range(1, most + 1) if most % size == 0):
+    for size, (products, copied, slower, least) in itertools.product(range(1, most + 1), ways):
+        if most % size or size < least:
+            continue
         starts, between = _starts_and_results(program.closed.jaxpr, size)
-        # Residuals between the passes are written and read, unless those of a group fit into the cache.
-        spilled = 2 * batch * between if size * between > _CACHE else 0
+        # Residuals between the passes are written and read, unless those of a group fit into the cache. Copies are made
+        # for each product of both passes.
+        fits = size * (between + copied) <= (_CACHE_OF_PRODUCTS if products else _CACHE)
+        spilled = 0.0 if fits else 2 * batch * (between + copied) * (_PRODUCTS if products else 1)
         # Each group reads the sum, writes it, and writes its own part of it.
         groups = batch // size * (3 * held + starts) if size < batch else 0
-        alone = batch * norms + groups + spilled
-        found.append(Cost(alone, "book_keeping", size))
-        found.append(Cost(alone + batch * again + batch // size * starts + spilled, "ghost", size))
+        alone = batch * (norms + slower) + groups + spilled
+        found.append(Cost(alone, "book_keeping", size, products))
+        ghost = alone + batch * (again + slower) + batch // size * starts + spilled
+        found.append(Cost(ghost, "ghost", size, products))
         if size * held <= _CACHE_OF_GRADIENTS or size == 1:
-            found.append(Cost(4 * batch * held + batch // size * starts + spilled, "vmap", size))
+            materialized = batch * (4 * held + slower) + batch // size * starts + spilled
+            found.append(Cost(materialized, "vmap", size, products))
     return found
 
 
@@ -97,17 +115,18 @@ def _starts_and_results(jaxpr: Jaxpr, examples: int) -> tuple[int, int]:
     return starts, results
 
 
-def _operations(jaxpr: Jaxpr) -> float:
+def _operations(jaxpr: Jaxpr, of: Sequence[str] = ("dot_general", "conv_general_dilated")) -> float:
     """Return the floating-point operations of the products and convolutions of one example; unroll loops."""
     total = 0.0
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
+        if eqn.primitive.name not in of:
+            total += _iterations(eqn) * sum(_operations(body, of) for body in bodies(eqn))
+        elif eqn.primitive.name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
             total += 2.0 * aval(eqn.outvars[0]).size * math.prod(aval(eqn.invars[0]).shape[i] for i in contracted)
-        elif eqn.primitive.name == "conv_general_dilated":
+        else:
             kernel, spec = aval(eqn.invars[1]), eqn.params["dimension_numbers"].rhs_spec
             total += 2.0 * aval(eqn.outvars[0]).size * kernel.size / kernel.shape[spec[0]]
-        total += _iterations(eqn) * sum(map(_operations, bodies(eqn)))
     return total
 
 
