@@ -354,13 +354,14 @@ def test_blocks_of_a_gpt_share_a_mask_and_have_a_cache_each():
     stack, tokens = stack_layers(layers), jax.random.normal(jax.random.key(1), (5, 2, 4))
     caches = jax.tree.map(jnp.zeros_like, {"key": jnp.ones((3, 2, 6, 4)), "value": jnp.ones((3, 2, 6, 4))})
     step = jax.jit(lambda x, mask, caches: scan_layers(stack, x, mask, xs=caches))
-    by_hand = [jax.tree.map(lambda x, i=i: x[i], caches) for i in range(3)]
+    apply = jax.jit(lambda layer, x, mask, cache: layer(x, mask, cache))
+    by_hand = [jax.tree.map(lambda x, i=i: np.asarray(x)[i], caches) for i in range(3)]
     for position, x in enumerate(tokens):
         mask = jnp.arange(6) <= position
         out, caches = step(x, mask, caches)
         expected = x
         for i, layer in enumerate(layers):
-            expected, by_hand[i] = layer(expected, mask, by_hand[i])
+            expected, by_hand[i] = apply(layer, expected, mask, by_hand[i])
         np.testing.assert_allclose(out, expected, atol=1e-5)
     for i, cache in enumerate(by_hand):
         np.testing.assert_allclose(caches["key"][i], cache["key"], atol=1e-5)

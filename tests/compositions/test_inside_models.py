@@ -110,14 +110,44 @@ def pure(model: Any) -> tuple[Callable[..., Any], Any]:
     return lambda params, x, y: loss(nnx.merge(graphdef, params, rest), x, y), params
 
 
+PER_SAMPLE: dict[str, Any] = {"batch_argnums": (1, 2)}
+
+
+def clipped(method: str = "auto") -> Callable[..., Any]:
+    return clipped_grad(loss, **PER_SAMPLE, l2_clip_norm=0.5, method=method)
+
+
 @cache
-def of_each(way: str) -> Any:
-    """Return per-sample gradients, their norms, and the sum of the clipped gradients."""
-    plain, params = pure(Deep(*WAYS[way]))
-    each = jax.jit(jax.vmap(jax.grad(plain), (None, 0, 0)))(params, X[:, None], Y[:, None])
-    norms = jax.vmap(optax.tree.norm)(each)
-    weights = jnp.minimum(1, 0.5 / norms)
-    return each, norms, jax.tree.map(lambda x: jnp.tensordot(weights, x, 1), each)
+def ours_and_expected(way: str) -> Any:
+    """Return what the transforms of a model give and what those of its pure function give, from one program."""
+
+    @nnx.jit
+    def both(model: Any, x: Any, y: Any) -> Any:
+        plain, params = pure(model)
+        gradient = jax.grad(plain)(params, x, y)
+        each = jax.vmap(jax.grad(plain), (None, 0, 0))(params, x[:, None], y[:, None])
+        norms = jax.vmap(optax.tree.norm)(each)
+        total = jax.tree.map(lambda x: jnp.tensordot(jnp.minimum(1, 0.5 / norms), x, 1), each)
+        graphdef, state = nnx.split(model)
+        expected = {
+            "gradient": gradient,
+            "slope": optax.tree.norm(gradient) ** 2,
+            "outputs": jax.lax.scan(lambda state, row: (state, nnx.merge(graphdef, state)(row)), state, x)[1],
+            "each": each,
+        }
+        ours = {
+            "gradient": grad(loss)(model, x, y),
+            "slope": jvp(lambda model: loss(model, x, y), (model,), (gradient,))[1],
+            "outputs": vmap(model, chunk_size=2)(x),
+            "each": per_sample_grad(loss, **PER_SAMPLE)(model, x, y),
+        }
+        for method in METHODS if way == "scan-of-remat" else ("auto",):
+            expected |= {f"norms, {method}": norms, f"sum, {method}": total}
+            ours[f"norms, {method}"] = per_sample_norm(loss, **PER_SAMPLE, method=method)(model, x, y)
+            ours[f"sum, {method}"] = clipped(method)(model, x, y)
+        return ours, expected
+
+    return both(Deep(*WAYS[way]), X, Y)
 
 
 def assert_close(actual: Any, expected: Any) -> None:
@@ -130,31 +160,30 @@ def assert_close(actual: Any, expected: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_model_is_differentiated_and_mapped_as_its_pure_function(way: str) -> None:
-    model = Deep(*WAYS[way])
-    plain, params = pure(model)
-    expected = jax.jit(jax.grad(plain))(params, X, Y)
-    assert_close(grad(loss)(model, X, Y), expected)
-    assert_close(nnx.jit(grad(loss))(model, X, Y), expected)
-    _, slope = jvp(lambda model: loss(model, X, Y), (model,), (expected,))
-    np.testing.assert_allclose(slope, optax.tree.norm(expected) ** 2, rtol=1e-4)
-    assert_close(vmap(model, chunk_size=2)(X), jnp.stack([model(x) for x in X]))
+    ours, expected = ours_and_expected(way)
+    assert ours.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_close(ours[name], value)
+    np.testing.assert_allclose(ours["slope"], expected["slope"], rtol=1e-4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_gradients_of_each_sample(way: str) -> None:
-    model, (each, norms, total) = Deep(*WAYS[way]), of_each(way)
-    options: dict[str, Any] = {"batch_argnums": (1, 2)}
-    assert_close(per_sample_grad(loss, **options)(model, X, Y), each)
-    for method in METHODS if way == "scan-of-remat" else ("auto",):
-        assert_close(per_sample_norm(loss, **options, method=method)(model, X, Y), norms)
-        assert_close(clipped_grad(loss, **options, l2_clip_norm=0.5, method=method)(model, X, Y), total)
+@pytest.mark.parametrize("way", ["scan-of-remat", "jit-of-scan-of-remat", "scan-of-cond", "loop"])
+def test_gradients_of_a_model_outside_of_jit(way: str) -> None:
+    assert_close(grad(loss)(Deep(*WAYS[way]), X, Y), ours_and_expected(way)[1]["gradient"])
+
+
+@pytest.mark.slow
+def test_gradients_of_each_sample_outside_of_jit() -> None:
+    model, (_, expected) = Deep(*WAYS["scan-of-remat"]), ours_and_expected("scan-of-remat")
+    assert_close(per_sample_grad(loss, **PER_SAMPLE)(model, X, Y), expected["each"])
+    assert_close(clipped()(model, X, Y), expected["sum, auto"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["scan-of-remat", "scan-of-jit", "scan-of-remat-along-axis-1"])
 def test_a_private_step(way: str) -> None:
-    model, total = Deep(*WAYS[way]), of_each(way)[2]
+    model, total = Deep(*WAYS[way]), ours_and_expected(way)[1]["sum, auto"]
     options: dict[str, Any] = {"num_examples": 5, "expected_batch_size": 5, "num_steps": 1}
     dp = DPSGD(loss, optax.sgd(1.0), l2_clip_norm=0.5, noise_multiplier=0.0, target_delta=0.1, **options)
     state = dp.init(model, key=jax.random.key(0))
@@ -168,15 +197,20 @@ def test_a_private_step(way: str) -> None:
 @pytest.mark.parametrize("way", ["scan-of-remat", "scan-of-jit", "scan-of-remat-along-axis-1", "scan-of-cond"])
 def test_updated_statistics_are_kept_but_refused_per_sample(way: str) -> None:
     model, twin = (Deep(*WAYS[way], norm=True) for _ in range(2))
-    assert_close(grad(loss)(model, X, Y), nnx.grad(loss)(twin, X, Y))
+
+    def compare(model: Any, twin: Any) -> Any:
+        gradients = grad(loss)(model, X, Y), nnx.grad(loss)(twin, X, Y)
+        evaluated = nnx.view(model, use_running_average=True)
+        each = per_sample_grad(loss, **PER_SAMPLE)(evaluated, X[:1], Y[:1])
+        return gradients, (jax.tree.map(lambda x: x[0], each), grad(loss)(evaluated, X[:1], Y[:1]))
+
+    for ours, expected in (compare if way == "scan-of-remat" else nnx.jit(compare))(model, twin):
+        assert_close(ours, expected)
     assert_close(nnx.state(model, nnx.BatchStat), nnx.state(twin, nnx.BatchStat))
     with pytest.raises(ValueError, match=r"clipped_grad: fun changes the state of Deep \(`layers.norm.mean`\)"):
-        clipped_grad(loss, l2_clip_norm=1.0, batch_argnums=(1, 2))(model, X, Y)
+        clipped()(model, X, Y)
     with pytest.raises(ValueError, match=r"vmap: the mapped function changes the state of Deep"):
         vmap(model)(X)
-    evaluated = nnx.view(model, use_running_average=True)
-    each = per_sample_grad(loss, batch_argnums=(1, 2))(evaluated, X[:1], Y[:1])
-    assert_close(jax.tree.map(lambda x: x[0], each), grad(loss)(evaluated, X[:1], Y[:1]))
 
 
 def test_parameters_that_are_assigned_in_a_loop_are_refused() -> None:
@@ -191,9 +225,12 @@ def test_parameters_that_are_assigned_in_a_loop_are_refused() -> None:
 
 @pytest.mark.slow
 def test_low_rank_additions_in_a_rematerialized_stack() -> None:
-    model = Deep(*WAYS["scan-of-remat"], lora=True)
-    assert_close(grad(loss)(model, X, Y), nnx.grad(loss)(model, X, Y))
-    norms = per_sample_norm(loss, batch_argnums=(1, 2))(model, X, Y)
-    plain, params = pure(model)
-    each = jax.vmap(jax.grad(plain), (None, 0, 0))(params, X[:, None], Y[:, None])
-    assert_close(norms, jax.vmap(optax.tree.norm)(each))
+    @nnx.jit
+    def compare(model: Any) -> Any:
+        plain, params = pure(model)
+        each = jax.vmap(jax.grad(plain), (None, 0, 0))(params, X[:, None], Y[:, None])
+        norms = per_sample_norm(loss, **PER_SAMPLE)(model, X, Y)
+        return (grad(loss)(model, X, Y), nnx.grad(loss)(model, X, Y)), (norms, jax.vmap(optax.tree.norm)(each))
+
+    for ours, expected in compare(Deep(*WAYS["scan-of-remat"], lora=True)):
+        assert_close(ours, expected)

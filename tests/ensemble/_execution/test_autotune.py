@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from typing import Any
@@ -39,6 +40,11 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search._Compilation, "done", waiting)
 
 
+@functools.cache
+def created(make: Any, size: int) -> Ensemble:
+    return Ensemble.create(make, size, seed=0)
+
+
 def tried(trainer: Trainer) -> set[str]:
     """Return the executions that were measured."""
     found = trainer.explain()
@@ -50,7 +56,7 @@ def tried(trainer: Trainer) -> set[str]:
 class Test_a_trainer:
     def train(self, make: Any, loss: Any, batch: Any, size: int = 2, steps: int = 400, **options: Any) -> Trainer:
         trainer = Trainer(loss, optax.sgd(0.1), **{"tune_seconds": 1e9, **options})
-        state = trainer.init(Ensemble.create(make, size, seed=0))
+        state = trainer.init(created(make, size))
         for _ in range(steps):
             state, _ = trainer.step(state, batch)
             if trainer._stepper.search is None or not trainer._stepper.search.is_open:
@@ -114,7 +120,7 @@ class Test_a_trainer:
 
         steps = 120
         trainer = Trainer(talking, optax.sgd(0.1), tune_seconds=9)
-        state = trainer.init(Ensemble.create(plain, 2, seed=0))
+        state = trainer.init(created(plain, 2))
         for _ in range(steps):
             state, _ = trainer.step(state, make_batches(1)[0])
         jax.effects_barrier()
@@ -169,7 +175,7 @@ class Test_a_trainer:
         whole, history = auto().fit(auto().init(ens), batches, checkpoint_every=30, checkpoint_keep=20, **options)
         changes = json.loads((tmp_path / "whole" / "executions.json").read_text())["changes"]
         assert len({tuple(one) for _, one in changes}) > 3
-        for step in (30, 60, 150):
+        for step in (30, 60, 150) if count == 1 else (60,):
             directory = tmp_path / f"from {step}"
             shutil.copytree(tmp_path / "whole", directory)
             for path in directory.glob("step_*"):
@@ -182,23 +188,26 @@ class Test_a_trainer:
             assert rows == history
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("content", [None, "", "{", "[]", '{"changes": [], "known": {}}'])
     def test_without_its_schedule_a_run_keeps_the_execution_of_the_checkpoint(
-        self, tmp_path, plain, create, cross_entropy, make_batches, content
+        self, tmp_path, plain, create, cross_entropy, make_batches, monkeypatch
     ) -> None:
         batches, ens = make_batches(60), create(plain, 3)
         auto = lambda: Trainer(cross_entropy, optax.adam(0.01), tune_seconds=9)
-        options = {"progress": False, "checkpoint_dir": tmp_path, "checkpoint_every": 1}
-        auto().fit(auto().init(ens), batches[:20], **options)
-        (tmp_path / "executions.json").unlink()
-        if content is not None:
-            (tmp_path / "executions.json").write_text(content)
-        before = json.loads((tmp_path / "step_00000020" / "plurax.json").read_text())
-        trainer = auto()
-        trainer.fit(trainer.init(ens), batches, **options)
-        assert trainer.explain() is None
-        after = json.loads((tmp_path / "step_00000060" / "plurax.json").read_text())
-        assert [after[name] for name in Execution._fields] == [before[name] for name in Execution._fields]
+        options = {"progress": False, "checkpoint_every": 1}
+        auto().fit(auto().init(ens), batches[:20], checkpoint_dir=tmp_path / "whole", **options)
+        (tmp_path / "whole" / "executions.json").unlink()
+        for i, content in enumerate((None, "", "{", "[]", '{"changes": [], "known": {}}')):
+            directory = tmp_path / str(i)
+            shutil.copytree(tmp_path / "whole", directory)
+            if content is not None:
+                (directory / "executions.json").write_text(content)
+            before = json.loads((directory / "step_00000020" / "plurax.json").read_text())
+            monkeypatch.setattr(autotune, "_remembered", {})
+            trainer = auto()
+            trainer.fit(trainer.init(ens), batches, checkpoint_dir=directory, **options)
+            assert trainer.explain() is None
+            after = json.loads((directory / "step_00000060" / "plurax.json").read_text())
+            assert [after[name] for name in Execution._fields] == [before[name] for name in Execution._fields]
 
     def test_refuses_invalid_cache_locations(self, tmp_path, plain, cross_entropy, make_batches) -> None:
         (tmp_path / "file").write_text("")

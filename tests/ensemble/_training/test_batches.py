@@ -1,5 +1,6 @@
 """Batches drawn by a key from one copy of the data."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -272,7 +273,7 @@ def test_members_train_on_their_own_batches_and_resume(tmp_path, assert_same):
     trainer = Trainer(
         lambda model, b: jnp.mean((model(b["x"])[:, 0] - b["y"]) ** 2), optax.adam(0.01), in_axes=0, strategy="vmap"
     )
-    start = trainer.init(Ensemble.create(lambda rngs: nnx.Linear(2, 1, rngs=rngs), 3, seed=0))
+    start = trainer.init(of_shared_batches()[1].ensemble)
     batches = Batches(DATA, 5, key=KEY, members=3, draw="bootstrap", epochs=3)
     whole, _ = trainer.fit(start, batches, progress=False)
     trainer.fit(start, batches, steps=7, progress=False, checkpoint_dir=tmp_path)
@@ -280,12 +281,28 @@ def test_members_train_on_their_own_batches_and_resume(tmp_path, assert_same):
     assert_same(again, whole)
 
 
+def loss_of_dict(model, b):
+    return jnp.mean((model(b["x"])[..., 0] - b["y"]) ** 2)
+
+
+SGD = optax.sgd(0.01)
+
+
+def linear(rngs):
+    return nnx.Linear(2, 1, rngs=rngs)
+
+
+@functools.cache
+def of_shared_batches():
+    """Return a trainer, and the state before the first step, which is the same for any `in_axes`."""
+    trainer = Trainer(loss_of_dict, SGD, strategy="vmap")
+    return trainer, trainer.init(Ensemble.create(linear, 3, seed=0))
+
+
 def a_trainer(**options):
-    """A trainer of a loss of one dict, with its state of three members."""
-    trainer = Trainer(
-        lambda model, b: jnp.mean((model(b["x"])[..., 0] - b["y"]) ** 2), optax.sgd(0.01), strategy="vmap", **options
-    )
-    return trainer, trainer.init(Ensemble.create(lambda rngs: nnx.Linear(2, 1, rngs=rngs), 3, seed=0))
+    """Return a trainer of a loss of one dict, with its state of three members."""
+    trainer, state = of_shared_batches()
+    return (Trainer(loss_of_dict, SGD, strategy="vmap", **options) if options else trainer), state
 
 
 @pytest.mark.parametrize("wrap", [lambda batches: batches, iter])
@@ -474,15 +491,17 @@ class Looped:
         return iter(self.batches)
 
 
+@pytest.fixture(scope="module")
+def trainer(cross_entropy):
+    return Trainer(cross_entropy, optax.adam(0.01), strategy="vmap")
+
+
+@pytest.fixture
+def ens(plain, create):
+    return create(plain, 2)
+
+
 class Test_epochs:
-    @pytest.fixture
-    def trainer(self, cross_entropy):
-        return Trainer(cross_entropy, optax.adam(0.01), strategy="vmap")
-
-    @pytest.fixture
-    def ens(self, plain):
-        return Ensemble.create(plain, 2, seed=0)
-
     @pytest.mark.parametrize("kind", ["list", "tuple", "sized", "unsized"])
     def test_batches_are_iterated_again(self, trainer, ens, make_batches, assert_same, kind):
         batches = make_batches(4)

@@ -47,22 +47,28 @@ def ulp_more(x):
     return jnp.asarray(numbers)
 
 
+@functools.cache
+def created(seed):
+    return Ensemble.create(make, 2, seed=seed)
+
+
+ADAM = optax.adam(0.01)
+trainer_of = functools.cache(Trainer)  # so that runs of one trainer share its programs
+
+
 def run_of(**changed):
     """Return the `fit` of a run, with some of its parts changed."""
-    part = {"loss": loss, "optimizer": optax.adam(0.01), "seed": 0, "change": lambda x: x, "data": (X, Y), "key": 1}
+    part = {"loss": loss, "optimizer": ADAM, "seed": 0, "change": lambda x: x, "data": (X, Y), "key": 1}
     part |= {"size": 5, "in_axes": None, "strategy": "vmap", "grad_fn": None, "options": {}, "batches": None} | changed
-    trainer = Trainer(
-        part["loss"],
-        part["optimizer"],
-        in_axes=part["in_axes"],
-        strategy=part["strategy"],
-        grad_fn=part["grad_fn"],
-        hyperparams=part.get("hyperparams"),
-    )
+    options = {name: part[name] for name in ("in_axes", "strategy", "grad_fn")}
+    if hyperparams := part.get("hyperparams"):
+        trainer = Trainer(part["loss"], part["optimizer"], hyperparams=hyperparams, **options)
+    else:
+        trainer = trainer_of(part["loss"], part["optimizer"], **options)
     batches = part["batches"]
     if batches is None:
         batches = Batches(part["data"], part["size"], key=jax.random.key(part["key"]), **part["options"])
-    ensemble = jax.tree.map(part["change"], Ensemble.create(make, 2, seed=part["seed"]))
+    ensemble = jax.tree.map(part["change"], created(part["seed"]))
     return functools.partial(trainer.fit, trainer.init(ensemble), batches, progress=False)
 
 
@@ -185,7 +191,7 @@ def test_a_run_that_starts_anew_leaves_the_checkpoints_of_the_other(tmp_path, ca
 
 def test_a_state_from_the_middle_of_a_run_is_of_that_run(tmp_path, assert_same):
     trainer = Trainer(loss, optax.adam(0.01), strategy="vmap")
-    start, batches = trainer.init(Ensemble.create(make, 2, seed=0)), [(X + i, Y) for i in range(9)]
+    start, batches = trainer.init(created(0)), [(X + i, Y) for i in range(9)]
     fit = functools.partial(trainer.fit, progress=False, checkpoint_dir=tmp_path)
     whole, history = trainer.fit(start, batches, progress=False)
     half, _ = fit(start, batches, steps=4)

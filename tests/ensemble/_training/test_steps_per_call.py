@@ -26,18 +26,21 @@ def same_history(found, expected):
 
 @pytest.mark.optimized
 @pytest.mark.parametrize(
-    "options",
+    ("options", "kind", "per_member"),
     [
-        {"strategy": "vmap"},
-        {"strategy": "vmap", "chunk_size": 2},
-        *({"strategy": s} for s in ("map", "unroll", "loop")),
+        ({"strategy": "vmap"}, "stateful", False),
+        ({"strategy": "vmap"}, "plain", True),
+        ({"strategy": "vmap", "chunk_size": 2}, "stateful", True),
+        ({"strategy": "map"}, "plain", False),
+        ({"strategy": "unroll"}, "plain", True),
+        ({"strategy": "loop"}, "stateful", False),
+        ({"strategy": "loop"}, "plain", True),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("per_member", [False, True])
-def test_equals_single_steps(stateful, cross_entropy, make_batches, assert_same, options, per_member):
+def test_equals_single_steps(request, create, cross_entropy, make_batches, assert_same, options, kind, per_member):
     """With states that change, 11 steps in calls of 4, and a last batch of another shape."""
-    ens = Ensemble.create(stateful, 3, seed=0)
+    ens = create(request.getfixturevalue(kind), 3)
     batches = make_batches(11, 3) if per_member else make_batches(11)
     batches[-1] = jax.tree.map(lambda x: x[:, :5] if per_member else x[:5], batches[-1])
     rates = {"learning_rate": [0.01, 0.02, 0.03]}
@@ -49,7 +52,7 @@ def test_equals_single_steps(stateful, cross_entropy, make_batches, assert_same,
     assert int(found.step) == 11
 
 
-def test_takes_that_many_steps_in_a_call(plain, cross_entropy, make_batches, monkeypatch):
+def test_takes_that_many_steps_in_a_call(plain, create, cross_entropy, make_batches, monkeypatch):
     trainer = Trainer(cross_entropy, optax.sgd(0.1), strategy="vmap")
     advance, counts = trainer._stepper.advance, []
 
@@ -58,7 +61,7 @@ def test_takes_that_many_steps_in_a_call(plain, cross_entropy, make_batches, mon
         return advance(state, batch, *args, **options)
 
     monkeypatch.setattr(trainer._stepper, "advance", counted)
-    ens = Ensemble.create(plain, 2, seed=0)
+    ens = create(plain, 2)
     state, _ = fit(trainer, ens, make_batches(20), steps=11, steps_per_call=4)
     assert counts == [4, 4, 1, 1, 1]
     counts.clear()
@@ -70,14 +73,14 @@ def test_takes_that_many_steps_in_a_call(plain, cross_entropy, make_batches, mon
     assert counts == [2, 2, 2, 2]
 
 
-def test_takes_no_batch_that_it_does_not_use(plain, cross_entropy, make_batches):
+def test_takes_no_batch_that_it_does_not_use(plain, create, cross_entropy, make_batches):
     source = iter(make_batches(20))
     trainer = Trainer(cross_entropy, optax.sgd(0.1), strategy="vmap")
-    fit(trainer, Ensemble.create(plain, 2, seed=0), source, steps=10, steps_per_call=4)
+    fit(trainer, create(plain, 2), source, steps=10, steps_per_call=4)
     assert len(list(source)) == 10
 
 
-def test_a_loader_may_reuse_its_buffer(plain, assert_same):
+def test_a_loader_may_reuse_its_buffer(plain, create, assert_same):
     def loader():
         x = np.zeros((6, 4), np.float32)
         for i in range(8):
@@ -85,7 +88,7 @@ def test_a_loader_may_reuse_its_buffer(plain, assert_same):
             yield x
 
     trainer = Trainer(lambda model, x: jnp.mean((model(x) - 1) ** 2), optax.sgd(0.1), strategy="vmap")
-    ens = Ensemble.create(plain, 2, seed=0)
+    ens = create(plain, 2)
     expected, rows = fit(trainer, ens, [x.copy() for x in loader()])
     found, history = fit(trainer, ens, loader(), steps_per_call=4)
     assert_same(found, expected, tolerance=1e-5)
@@ -93,14 +96,14 @@ def test_a_loader_may_reuse_its_buffer(plain, assert_same):
 
 
 @pytest.mark.parametrize("strategy", ["vmap", "loop"])
-def test_a_member_that_fails_within_a_call_stops_there(plain, strategy):
+def test_a_member_that_fails_within_a_call_stops_there(plain, create, strategy):
     """And is restarted, if wanted, after the same step."""
 
     def loss(model, x, *, scale):
         return jnp.mean(model(x) ** 2) + jnp.where((x.sum() > 5.5) & (scale > 1), jnp.nan, 0.0)
 
     trainer = Trainer(loss, optax.sgd(0.01), hyperparams={"scale": [1.0, 2.0, 3.0]}, strategy=strategy)
-    ens = Ensemble.create(plain, 3, seed=0)
+    ens = create(plain, 3)
     batches = [np.full((1, 4), i / 4, np.float32) for i in range(1, 13)]  # the sum is the number of the step
     with pytest.warns(UserWarning, match="members 1, 2 stopped at step 6"):
         expected, rows = fit(trainer, ens, batches)
@@ -127,7 +130,7 @@ def test_a_member_that_fails_within_a_call_stops_there(plain, strategy):
     np.testing.assert_array_equal(found.standing.restarts, expected.standing.restarts)
 
 
-def test_early_stopping_sees_the_same_steps(plain, cross_entropy, make_batches, assert_same):
+def test_early_stopping_sees_the_same_steps(plain, create, cross_entropy, make_batches, assert_same):
     def stopping(seen):
         def evaluate(members):
             seen.append(len(members))
@@ -136,7 +139,7 @@ def test_early_stopping_sees_the_same_steps(plain, cross_entropy, make_batches, 
         return EarlyStopping(evaluate=evaluate, every=4, patience=1)
 
     trainer = Trainer(cross_entropy, optax.sgd(0.1), strategy="vmap")
-    ens, found = Ensemble.create(plain, 3, seed=0), []
+    ens, found = create(plain, 3), []
     for k in (1, 2, 4):
         found.append(fit(trainer, ens, make_batches(20), steps_per_call=k, early_stopping=stopping([])))
     for state, history in found[1:]:
@@ -146,10 +149,10 @@ def test_early_stopping_sees_the_same_steps(plain, cross_entropy, make_batches, 
 
 
 @pytest.mark.slow
-def test_a_resumed_run_repeats_the_calls_to_the_bit(tmp_path, stateful, cross_entropy, assert_same):
+def test_a_resumed_run_repeats_the_calls_to_the_bit(tmp_path, stateful, create, cross_entropy, assert_same):
     data = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32), np.arange(40) % 3
     trainer = Trainer(cross_entropy, optax.adam(0.01), strategy="vmap")
-    ens, batches = Ensemble.create(stateful, 3, seed=0), Batches(data, 8, key=jax.random.key(1))
+    ens, batches = create(stateful, 3), Batches(data, 8, key=jax.random.key(1))
     expected, rows = fit(trainer, ens, batches, steps=23, steps_per_call=4)
     for steps in (9, 16, 23):  # ends within a call, at its end, and at the last step
         _, history = fit(
@@ -174,11 +177,11 @@ def test_a_resumed_run_repeats_the_calls_to_the_bit(tmp_path, stateful, cross_en
 
 @pytest.mark.slow
 @pytest.mark.parametrize("members", [None, 3])
-def test_batches_of_ours_are_gathered_for_a_whole_call(plain, cross_entropy, assert_same, monkeypatch, members):
+def test_batches_of_ours_are_gathered_for_a_whole_call(plain, create, cross_entropy, assert_same, monkeypatch, members):
     """Across epochs of three batches, where members leave the run, and for the last steps one by one."""
     data = np.random.default_rng(0).normal(size=(25, 4)).astype(np.float32), np.arange(25) % 3
     trainer = Trainer(cross_entropy, optax.adam(0.05), in_axes=None if members is None else 0, strategy="vmap")
-    ens, batches = Ensemble.create(plain, 3, seed=0), Batches(data, 8, key=jax.random.key(1), members=members)
+    ens, batches = create(plain, 3), Batches(data, 8, key=jax.random.key(1), members=members)
     gathered, counts = Batches._gathered, []
 
     def counted(self, orders, i, count, stacked):
@@ -227,10 +230,10 @@ def test_batches_become_one(kind, assert_same):
 
 
 @pytest.mark.parametrize(("value", "error"), [(0, ValueError), (2.0, TypeError), (None, TypeError), (True, TypeError)])
-def test_refuses_other_counts(plain, cross_entropy, make_batches, value, error):
+def test_refuses_other_counts(plain, create, cross_entropy, make_batches, value, error):
     trainer = Trainer(cross_entropy, optax.sgd(0.1))
     with pytest.raises(error, match=r"Trainer\.fit: steps_per_call"):
-        fit(trainer, Ensemble.create(plain, 2, seed=0), make_batches(2), steps_per_call=value)
+        fit(trainer, create(plain, 2), make_batches(2), steps_per_call=value)
 
 
 def test_a_loss_with_random_keys_draws_the_same(assert_same):

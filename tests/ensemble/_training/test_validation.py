@@ -1,6 +1,7 @@
 """Validation between the steps of `Trainer.fit`, and early stopping by the name of its values."""
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -66,7 +67,9 @@ def ens():
     return Ensemble.create(Net, SIZE, seed=0)
 
 
+@functools.cache
 def trainer_of(**options):
+    """Return a trainer, the same one for the same options, so that tests share its programs."""
     return Trainer(loss, optax.adam, **{"hyperparams": RATES, "strategy": "vmap", **options})
 
 
@@ -86,7 +89,10 @@ def by_step(history, name):
 def expected_losses(ens, x, y):
     """Return the losses of all members, one after another, in evaluation mode."""
     members = [nnx.view(member, deterministic=True, use_running_average=True) for member in ens]
-    return np.float32([loss(member, x, y)[0] for member in members])
+    return np.float32([loss_of_one(member, x, y)[0] for member in members])
+
+
+loss_of_one = nnx.jit(loss)
 
 
 @pytest.mark.slow
@@ -127,12 +133,13 @@ def test_steps_are_those_of_the_state(ens):
 
 
 @pytest.mark.slow
-@given(cuts=st.lists(st.integers(1, 22), max_size=3, unique=True))
+@given(cuts=st.sets(st.sampled_from([1, 2, 12, 22]), max_size=3))
 def test_several_batches_are_averaged_by_their_examples(ens, cuts):
     parts = [(X[a:b], Y[a:b]) for a, b in zip([0, *sorted(cuts)], [*sorted(cuts), 23], strict=True)]
 
     def summed(ens, x, y):
-        return {"first": jnp.mean(x[:, 0]), "half": jnp.full(SIZE, jnp.mean(x[:, 1]), jnp.bfloat16), "n": len(x)}
+        first, second = np.asarray(x).mean(0)[:2]
+        return {"first": first, "half": jnp.full(SIZE, second, jnp.bfloat16), "n": len(x)}
 
     trainer = TRAINER
     _, whole = fit(trainer, ens, batches(2), validation=(X, Y), validate_every=2, metrics=summed)
@@ -184,7 +191,7 @@ def test_one_batch_may_be_of_any_structure(plain):
     ens = Ensemble.create(plain, 2, seed=0)
     state, history = fit(trainer, ens, [data] * 2, validation=data, validate_every=2)
     np.testing.assert_allclose(
-        by_step(history, "validation_loss")[2], [of_dict(member, data) for member in state.ensemble], rtol=1e-5
+        by_step(history, "validation_loss")[2], [nnx.jit(of_dict)(member, data) for member in state.ensemble], rtol=1e-5
     )
     trainer = Trainer(lambda model, x: jnp.mean(model(x) ** 2), optax.sgd(0.1), strategy="vmap")
     state, history = fit(trainer, ens, [X] * 2, validation=X, validate_every=2)
@@ -289,7 +296,8 @@ def test_linen_and_functions():
             return linen.Dense(3)(linen.Dropout(0.3, deterministic=not train)(x))
 
     module = Linen()
-    variables = [module.init(jax.random.key(i), X, train=False) for i in range(3)]
+    init = jax.jit(functools.partial(module.init, train=False))
+    variables = [init(jax.random.key(i), X) for i in range(3)]
 
     def of_linen(model, x, y):
         return optax.softmax_cross_entropy_with_integer_labels(model(x, train=False), y).mean()
@@ -469,9 +477,15 @@ class Numbered(nnx.Module):
         return self.net(x)
 
 
+@functools.cache
 def numbered(size):
     made = Ensemble.create(Numbered, size, seed=0)
     return Ensemble(made.structure, made.trainable, {**made.rest, "number": jnp.arange(size, dtype=jnp.float32)})
+
+
+@functools.cache
+def adam(in_axes=None, strategy="vmap"):
+    return Trainer(loss, optax.adam(0.01), in_axes=in_axes, strategy=strategy)
 
 
 def distance(turning_points):
@@ -491,9 +505,9 @@ class Test_early_stopping_by_name:
     points = (4, 30, 8, 2, 30, 6, 12, 30)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize(("every", "strategy"), [(None, "vmap"), (2, "map"), (None, "loop")])
+    @pytest.mark.parametrize(("every", "strategy"), [(None, "vmap"), (2, "loop")])
     def test_equals_early_stopping_by_a_function(self, strategy, every, assert_same):
-        trainer, source = Trainer(loss, optax.adam(0.01), strategy=strategy), batches(24)
+        trainer, source = adam(strategy=strategy), batches(24)
         metric, seen = distance(self.points)
         stopping = EarlyStopping(evaluate="distance", every=every, patience=3)
         options = {"validation": (X, Y), "validate_every": 2, "metrics": metric}
@@ -532,7 +546,7 @@ class Test_early_stopping_by_name:
 
     def test_a_value_of_the_ensemble_stops_all_together(self, capsys, assert_same):
         values = iter([3.0, 1.0, 2.0, np.nan, 0.5])
-        trainer, source = Trainer(loss, optax.adam(0.01), strategy="vmap"), batches(30)
+        trainer, source = adam(), batches(30)
         start = trainer.init(numbered(3))
         state, history = trainer.fit(
             start,
@@ -553,7 +567,7 @@ class Test_early_stopping_by_name:
     def test_a_member_that_waits_for_a_restart_stops_with_the_others(self):
         given = [tuple(np.array(x) for x in batch) for batch in batches(30, 3)]
         given[2][0][1] = np.nan
-        trainer = Trainer(loss, optax.adam(0.01), in_axes=0, strategy="vmap")
+        trainer = adam(in_axes=0)
         values = iter([3.0, 1.0, 2.0, 2.0, 0.5])
         state, _ = fit(
             trainer,
@@ -613,7 +627,7 @@ STEPS = 60
 
 def one_run(directory, every=None, callbacks=(), strategy="vmap"):
     """Run with validations, members that fail, restart, stop by the name of a value, and leave."""
-    trainer = Trainer(loss, optax.adam(0.01), in_axes=0, strategy=strategy)
+    trainer = adam(in_axes=0, strategy=strategy)
     given = [tuple(np.array(x) for x in batch) for batch in batches(STEPS, 6)]
     given[10][0][2] = given[40][0][4] = np.nan
     metric, _ = distance((4, 200, 200, 10, 200, 200))
@@ -637,6 +651,11 @@ def one_run(directory, every=None, callbacks=(), strategy="vmap"):
     )
 
 
+@functools.cache
+def whole_run(strategy="vmap"):
+    return one_run(None, strategy=strategy)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Trainer.fit. member . stopped")
 @pytest.mark.parametrize(("every", "strategy"), [(3, "vmap"), (5, "loop"), (8, "vmap")])
@@ -653,7 +672,7 @@ def test_an_interrupted_run_resumes_to_the_bit(tmp_path, every, strategy, assert
 
         return callback
 
-    whole, history = one_run(None, strategy=strategy)
+    whole, history = whole_run(strategy)
     for count in (7, 18, 33, 47):
         with pytest.raises(Stopped):
             one_run(tmp_path, every, [until(count)], strategy)
@@ -662,6 +681,11 @@ def test_an_interrupted_run_resumes_to_the_bit(tmp_path, every, strategy, assert
     np.testing.assert_equal(again, history)
     assert (np.asarray(whole.standing.stopped) == 2).any()
     assert (np.asarray(whole.standing.restarts) == 1).any()
+
+
+@functools.cache
+def of_four():
+    return Ensemble.create(Net, 4, seed=0)
 
 
 @pytest.mark.slow
@@ -685,7 +709,7 @@ def test_any_run_resumes_to_the_bit(every, times, history_every, checkpoint_ever
         if step >= begun + cut:
             raise Stopped
 
-    start = TRAINER.init(Ensemble.create(Net, 4, seed=0))
+    start = TRAINER.init(of_four())
     if begun:
         start, _ = TRAINER.fit(start, batches(begun), progress=False)
 
@@ -714,10 +738,10 @@ def test_any_run_resumes_to_the_bit(every, times, history_every, checkpoint_ever
 
 
 def kill_again_and_again(directory, kills):
-    """Start a run and kill it, `kills` times; print the steps reached."""
+    """Start a run and kill it four times, more often until one was killed between validations; print the steps."""
     generator = np.random.default_rng(0)
-    reached = []
-    for _ in range(kills):
+    reached: list[int] = []
+    while len(reached) < kills and not (len(reached) >= 4 and any(step % 4 for step in reached)):
         read, write = os.pipe()
         child = os.fork()
         if child == 0:
@@ -744,7 +768,7 @@ def test_a_killed_run_has_the_same_history(tmp_path, assert_same):
     assert 0 < reached[-1] < STEPS
     assert any(step % 4 for step in reached)  # some were killed between validations
     state, history = one_run(tmp_path / "killed", 40)
-    whole, expected = one_run(None)
+    whole, expected = whole_run()
     assert_same(state, whole)
     np.testing.assert_equal(history, expected)
 

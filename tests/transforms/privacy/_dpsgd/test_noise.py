@@ -40,10 +40,10 @@ def test_noise_is_that_of_jax_privacy(strategy, dtype):
     with jax.enable_x64(dtype == jnp.float64):
         of = ledger(strategy=strategy)
         by_hand = privatizer(of, jax.random.key(3))
+        step = jax.jit(lambda *s: (add_noise(of, sums(dtype), s[0]), by_hand.update(sums(dtype), s[1])))
         state = expected_state = by_hand.init(sums(dtype))
         for _ in range(3):
-            noisy, state = jax.jit(lambda s: add_noise(of, sums(dtype), s))(state)
-            expected, expected_state = jax.jit(by_hand.update)(sums(dtype), expected_state)
+            (noisy, state), (expected, expected_state) = step(state, expected_state)
             for name in SHAPES:
                 assert noisy[name].dtype == dtype
                 found, wanted = (np.asarray(x[name], float) for x in (noisy, expected))
@@ -55,11 +55,17 @@ def test_noise_is_that_of_jax_privacy(strategy, dtype):
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5), (2, 1, 4), (1000,)])
 @pytest.mark.parametrize("partitionable", [True, False])
 def test_bits_are_those_of_jax(shape, partitionable):
-    key = jax.random.key(7)
+    @jax.jit
+    def of_each_width(key):
+        words = jax.random.key_data(key)
+        return [
+            (_noise._random_bits(words, width, shape), jax.random.bits(key, shape, f"uint{width}"))
+            for width in (8, 16, 32)
+        ]
+
     with jax.threefry_partitionable(partitionable):
-        for width in (8, 16, 32):
-            found = _noise._random_bits(jax.random.key_data(key), width, shape)
-            np.testing.assert_array_equal(found, jax.random.bits(key, shape, f"uint{width}"))
+        for found, expected in of_each_width(jax.random.key(7)):
+            np.testing.assert_array_equal(found, expected)
 
 
 def test_bits_of_many_keys_are_those_of_each():
@@ -72,8 +78,8 @@ def test_bits_of_many_keys_are_those_of_each():
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
 def test_other_keys_are_left_as_they_are(impl):
     by_hand = privatizer(ledger(), jax.random.key(3, impl=impl))
-    noisy, state = add_noise(ledger(), sums(), by_hand.init(sums()))
-    expected, _ = by_hand.update(sums(), by_hand.init(sums()))
+    both = jax.jit(lambda state: (add_noise(ledger(), sums(), state), by_hand.update(sums(), state)[0]))
+    (noisy, state), expected = both(by_hand.init(sums()))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), noisy, expected)
     assert jax.random.key_impl(state[0]) == impl
 
@@ -113,14 +119,18 @@ def test_noise_of_a_strategy_has_the_covariance_of_its_inverse():
     np.testing.assert_allclose(matrix @ correlated, independent, atol=1e-4)
 
 
-@pytest.mark.parametrize("word", [0, 1, 2**31 - 1, 2**31, 2**32 - 1])
-def test_noise_is_added_once_for_every_key(word):
+def test_noise_is_added_once_for_every_key():
     """The loop around the noise reads its iteration count from a word of the key, which must make no difference."""
-    key = jax.random.wrap_key_data(jnp.array([word, 7], jnp.uint32))
-    by_hand = privatizer(ledger(), key)
-    noisy, _ = jax.jit(lambda s: add_noise(ledger(), sums(), s))(by_hand.init(sums()))
-    expected, _ = by_hand.update(sums(), by_hand.init(sums()))
-    np.testing.assert_allclose(noisy["kernel"], expected["kernel"], rtol=1e-5, atol=1e-5)
+
+    @jax.jit
+    def both(words):
+        by_hand = privatizer(ledger(), jax.random.wrap_key_data(words))
+        state = by_hand.init(sums())
+        return add_noise(ledger(), sums(), state)[0]["kernel"], by_hand.update(sums(), state)[0]["kernel"]
+
+    for word in (0, 1, 2**31 - 1, 2**31, 2**32 - 1):
+        noisy, expected = both(np.array([word, 7], np.uint32))
+        np.testing.assert_allclose(noisy, expected, rtol=1e-5, atol=1e-5, err_msg=str(word))
 
 
 def test_no_noise_leaves_the_sums():

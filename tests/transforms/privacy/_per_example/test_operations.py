@@ -276,37 +276,39 @@ def one_by_one(name: str) -> list[Any]:
     return [gradient(jax.tree.map(jnp.asarray, params), x[None]) for x in batch]
 
 
+def widened(x: Any) -> np.ndarray:
+    return np.asarray(x, np.complex128 if jnp.iscomplexobj(x) else np.float64)
+
+
 @pytest.mark.optimized
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_sums_and_norms_are_those_of_one_example_at_a_time(name: str, method: str) -> None:
+def test_sums_and_norms_are_those_of_one_example_at_a_time(name: str) -> None:
     loss, params, batch = OPERATIONS[name]
     tolerance = ROUGH.get(name, 2e-5)
     params, gradients = jax.tree.map(jnp.asarray, params), one_by_one(name)
     norms = np.array([magnitude(g) for g in gradients])
     finite = np.isfinite(norms)
     bound = float(np.median(norms[finite])) or 1.0
-    widened = lambda x: np.asarray(x, np.complex128 if jnp.iscomplexobj(x) else np.float64)
     kept = [(min(1, bound / n) if n else 1.0, g) for n, g in zip(norms, gradients, strict=True) if np.isfinite(n)]
     expected = jax.tree.map(lambda *leaves: sum(leaves), *(jax.tree.map(lambda x: w * widened(x), g) for w, g in kept))  # noqa: B023 (used at once)
 
-    options = {"l2_clip_norm": bound, "method": method, "dtype": jnp.float32}
-    clipped = clipped_grad(loss, **options, return_grad_norms=True)
-    norms_alone = per_sample_norm(loss, method=method)
-
     @jax.jit
-    def call(params: Any, batch: Any, padding: Any) -> Any:
-        return clipped(params, batch, is_padding_example=padding), norms_alone(params, batch)
+    def of_every_method(params: Any, batch: Any, padding: Any) -> Any:
+        of = functools.partial(clipped_grad, loss, l2_clip_norm=bound, dtype=jnp.float32, return_grad_norms=True)
+        sums = {method: of(method=method)(params, batch, is_padding_example=padding) for method in METHODS}
+        return sums, {method: per_sample_norm(loss, method=method)(params, batch) for method in METHODS}
 
-    (total, aux), found = call(params, batch, np.zeros(len(batch), bool))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 0, tolerance * bound * len(batch)), total, expected)
-    assert aux.grad_norms.dtype == jnp.float32
-    for each in (aux.grad_norms, found):
-        np.testing.assert_allclose(each[finite], norms[finite], tolerance, tolerance)
-        assert not np.isfinite(each[~finite]).any()
-    (without, _), _ = call(params, batch, np.arange(len(batch)) == 0)
-    apart = magnitude(jax.tree.map(lambda a, b: widened(a) - widened(b), total, without))
-    assert apart <= bound * (1 + 1e-6) + 1e-6 * magnitude(total)
+    sums, norms_alone = of_every_method(params, batch, np.zeros(len(batch), bool))
+    sums_without, _ = of_every_method(params, batch, np.arange(len(batch)) == 0)
+    for method in METHODS:
+        total, aux = sums[method]
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 0, tolerance * bound * len(batch)), total, expected)
+        assert aux.grad_norms.dtype == jnp.float32
+        for each in map(np.asarray, (aux.grad_norms, norms_alone[method])):
+            np.testing.assert_allclose(each[finite], norms[finite], tolerance, tolerance, err_msg=method)
+            assert not np.isfinite(each[~finite]).any(), method
+        apart = magnitude(jax.tree.map(lambda a, b: widened(a) - widened(b), total, sums_without[method][0]))
+        assert apart <= bound * (1 + 1e-6) + 1e-6 * magnitude(total), method
 
 
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if name not in ROUGH])
@@ -333,14 +335,16 @@ def test_a_nan_derivative_excludes_only_examples_that_depend_on_it(method: str) 
     def loss(q: Any, x: Any) -> Any:
         return jnp.where(x[0, 0] > 0, x[0, 0] * jnp.linalg.norm(q["z"]), 0) + jnp.sum(x[0] @ q["w"])
 
-    params = {"w": jnp.asarray(Q), "z": jnp.zeros(3)}
+    params = {"w": Q, "z": np.zeros(3, np.float32)}
     of = clipped_grad(loss, l2_clip_norm=1e3, method=method, return_grad_norms=True)
-    total, aux = of(params, X)
+    padding = np.ones(len(X), bool)
+    both = jax.jit(lambda params, x: (of(params, x), of(params, x, is_padding_example=padding)))
+    (total, aux), (without, _) = both(params, X)
     assert np.isnan(aux.grad_norms).all()
     np.testing.assert_array_equal(total["w"], 0)
     np.testing.assert_array_equal(total["z"], 0)
-    total, _ = of(params, X, is_padding_example=np.ones(len(X), bool))
-    np.testing.assert_array_equal(jnp.concatenate([x.ravel() for x in jax.tree.leaves(total)]), 0)
+    for leaf in jax.tree.leaves(without):
+        np.testing.assert_array_equal(leaf, 0)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -358,56 +362,73 @@ def test_norms_of_cancelling_gradients_are_not_nan(method: str) -> None:
         assert (found < 3e-2).all()
 
 
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jnp.array(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+def normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+THREE = ("auto", "ghost", "book_keeping")
 
 
 def clipped_by_hand(fun: Any, w: Any, batch: Any, bound: float) -> tuple[Any, Any]:
     """Sum the clipped finite gradients one by one; return the sum and the norms."""
-    gradient = jax.jit(jax.grad(fun))
-    each = np.array([gradient(w, x) for x in batch], np.float64)
+    each = np.asarray(jax.jit(lambda w, batch: lax.map(lambda x: jax.grad(fun)(w, x), batch))(w, batch), np.float64)
     norms = np.sqrt(np.square(each).reshape(len(each), -1).sum(1))
     weights = np.where(norms > bound, bound / np.maximum(norms, 1e-300), 1)
     return np.tensordot(weights, each, 1), norms
 
 
-@pytest.mark.parametrize("method", ["auto", "ghost", "book_keeping"])
+def clipped_by(fun: Any, method: Any, bound: float) -> Any:
+    return clipped_grad(fun, l2_clip_norm=bound, keep_batch_dim=False, return_grad_norms=True, method=method)
+
+
+def assert_clipped_by_every_method(fun: Any, w: Any, batch: Any, bound: float, *tolerances: float) -> None:
+    """Compare with `clipped_by_hand`; the tolerances are relative for the norms and absolute for the sum."""
+    expected, norms = clipped_by_hand(fun, w, batch, bound)
+    of_every_method = jax.jit(lambda w, batch: {method: clipped_by(fun, method, bound)(w, batch) for method in THREE})
+    for method, (found, aux) in of_every_method(w, batch).items():
+        np.testing.assert_allclose(aux.grad_norms, norms, tolerances[0], err_msg=method)
+        np.testing.assert_allclose(found, expected, 0, tolerances[1], err_msg=method)
+
+
+@functools.cache
+def with_a_nonlinear_weight(method: str) -> Any:
+    fun = lambda w, x: jnp.sum((x @ w) / jnp.linalg.norm(w)) + x[0] * jnp.linalg.norm(w)
+    return jax.jit(clipped_by(fun, method, 0.01).__call__)
+
+
+@pytest.mark.parametrize("method", THREE)
 @pytest.mark.parametrize("size", [1e-38, 1e18, 1e19, 1e20, 1e38])
 def test_a_huge_or_tiny_example_does_not_affect_the_others(method: str, size: float) -> None:
-    of_one = clipped_grad(
-        lambda w, x: jnp.sum((x @ w) / jnp.linalg.norm(w)) + x[0] * jnp.linalg.norm(w),
-        l2_clip_norm=0.01,
-        keep_batch_dim=False,
-        return_grad_norms=True,
-        method=method,
-    )
+    of = with_a_nonlinear_weight(method)
     w, rest = normal(0, 4, 3), normal(1, 3, 4)
-    batch = jnp.concatenate([size * normal(2, 1, 4), rest])
-    found, aux = jax.jit(of_one.__call__)(w, batch, is_padding_example=np.array([True, False, False, False]))
-    expected, norms = of_one(w, rest)
+    batch = np.concatenate([np.float32(size) * normal(2, 1, 4), rest])
+    found, aux = of(w, batch, is_padding_example=np.array([True, False, False, False]))
+    expected, norms = of(w, rest)
     np.testing.assert_allclose(found, expected, 0, 1e-7)
     np.testing.assert_allclose(aux.grad_norms[1:], norms.grad_norms, 1e-6)
 
 
+SCALED = (
+    lambda w, x, far: jnp.dot(w * far, x) / far,
+    lambda w, x, far: jnp.dot(w / jnp.sqrt(far) / jnp.sqrt(far), x) * far,
+    lambda w, x, far: jnp.dot(w * far, x) / far + x[0] * jnp.linalg.norm(w),
+    lambda w, x, far: (w * far)[1:] @ x[1:] / far + (far * w[:2]) @ x[:2] / far,
+)
+
+
 @pytest.mark.optimized
-@pytest.mark.parametrize("method", ["auto", "ghost", "book_keeping"])
-@pytest.mark.parametrize(
-    ("far", "jitted"), [(1e-25, True), (1e-20, True), (1e20, True), (1e25, True), (1e20, False), (1e-20, False)]
-)
-@pytest.mark.parametrize(
-    "of_scaled",
-    [
-        lambda w, x, far: jnp.dot(w * far, x) / far,
-        lambda w, x, far: jnp.dot(w / jnp.sqrt(far) / jnp.sqrt(far), x) * far,
-        lambda w, x, far: jnp.dot(w * far, x) / far + x[0] * jnp.linalg.norm(w),
-        lambda w, x, far: (w * far)[1:] @ x[1:] / far + (far * w[:2]) @ x[:2] / far,
-    ],
-)
-def test_factors_whose_squares_are_beyond_the_dtype(of_scaled: Any, method: str, far: float, jitted: bool) -> None:
-    fun = lambda w, x: of_scaled(w, x, far)
-    w, batch = normal(0, 3), normal(1, 5, 3)
-    of = clipped_grad(fun, l2_clip_norm=1e-3, keep_batch_dim=False, return_grad_norms=True, method=method)
-    found, aux = (jax.jit(of.__call__) if jitted else of)(w, batch)
+@pytest.mark.parametrize("far", [1e-25, 1e-20, 1e20, 1e25])
+@pytest.mark.parametrize("of_scaled", SCALED)
+def test_factors_whose_squares_are_beyond_the_dtype(of_scaled: Any, far: float) -> None:
+    assert_clipped_by_every_method(lambda w, x: of_scaled(w, x, far), normal(0, 3), normal(1, 5, 3), 1e-3, 1e-5, 1e-8)
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("far", [1e20, 1e-20])
+@pytest.mark.parametrize(("of_scaled", "method"), [*zip(SCALED, (*THREE, "ghost"), strict=True)])
+def test_factors_whose_squares_are_beyond_the_dtype_outside_jit(of_scaled: Any, method: str, far: float) -> None:
+    fun, w, batch = lambda w, x: of_scaled(w, x, far), normal(0, 3), normal(1, 5, 3)
+    found, aux = clipped_by(fun, method, 1e-3)(w, batch)
     expected, norms = clipped_by_hand(fun, w, batch, 1e-3)
     np.testing.assert_allclose(aux.grad_norms, norms, 1e-5)
     np.testing.assert_allclose(found, expected, 0, 1e-8)
@@ -432,19 +453,14 @@ def by_a_custom_rule(w: Any, x: Any) -> Any:
     return rule(w, x)
 
 
-@pytest.mark.parametrize("method", ["auto", "ghost", "book_keeping"])
 @pytest.mark.parametrize("fun", [in_a_checkpoint, in_a_branch, by_a_custom_rule])
-def test_random_numbers_are_those_of_the_forward_pass(fun: Any, method: str) -> None:
+def test_random_numbers_are_those_of_the_forward_pass(fun: Any) -> None:
     w, batch = normal(0, 3), normal(1, 4, 3)
-    of = clipped_grad(fun, l2_clip_norm=0.7, keep_batch_dim=False, return_grad_norms=True, method=method)
-    found, aux = jax.jit(of.__call__)(w, batch)
-    expected, norms = clipped_by_hand(fun, w, batch, 0.7)
-    np.testing.assert_allclose(aux.grad_norms, norms, 1e-5)
-    np.testing.assert_allclose(found, expected, 0, 1e-5)
-    assert "random numbers" in of.explain(w, batch).why
+    assert_clipped_by_every_method(fun, w, batch, 0.7, 1e-5, 1e-5)
+    for method in THREE:
+        assert "random numbers" in clipped_by(fun, method, 0.7).explain(w, batch).why
 
 
-@pytest.mark.parametrize("method", ["auto", "ghost", "book_keeping"])
 @pytest.mark.parametrize(
     "rounded",
     [
@@ -453,22 +469,17 @@ def test_random_numbers_are_those_of_the_forward_pass(fun: Any, method: str) -> 
         lambda w: jnp.tanh(jax.lax.reduce_precision(w, 5, 2)),
     ],
 )
-def test_cotangents_are_rounded_in_each_iteration(rounded: Any, method: str) -> None:
+def test_cotangents_are_rounded_in_each_iteration(rounded: Any) -> None:
     def fun(w: Any, x: Any) -> Any:
         return jax.lax.scan(lambda c, t: (c + rounded(w) @ x * t, None), 0.0, jnp.array([0.3, 0.7, 1.3]))[0]
 
-    w, batch = normal(0, 3), normal(1, 4, 3)
-    of = clipped_grad(fun, l2_clip_norm=0.7, keep_batch_dim=False, return_grad_norms=True, method=method)
-    found, aux = jax.jit(of.__call__)(w, batch)
-    expected, norms = clipped_by_hand(fun, w, batch, 0.7)
-    np.testing.assert_allclose(aux.grad_norms, norms, 1e-6)
-    np.testing.assert_allclose(found, expected, 0, 1e-6)
+    assert_clipped_by_every_method(fun, normal(0, 3), normal(1, 4, 3), 0.7, 1e-6, 1e-6)
 
 
 def test_half_precision_under_strict_promotion_needs_no_fallback() -> None:
-    w, batch = normal(0, 3).astype(jnp.bfloat16), normal(1, 4, 3).astype(jnp.bfloat16)
+    w, batch = (jnp.asarray(x, jnp.bfloat16) for x in (normal(0, 3), normal(1, 4, 3)))
     of = clipped_grad(jnp.dot, l2_clip_norm=0.7, keep_batch_dim=False, method="book_keeping")
-    expected = of(w, batch)
+    expected = jax.jit(lambda w, batch: of(w, batch))(w, batch)
     with jax.numpy_dtype_promotion("strict"):
         assert of.explain(w, batch).method == "book_keeping"
-        np.testing.assert_array_equal(of(w, batch), expected)
+        np.testing.assert_array_equal(jax.jit(lambda w, batch: of(w, batch))(w, batch), expected)

@@ -21,7 +21,7 @@ LAYOUTS = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC"), 3: ("NDHWC", "
 
 
 def normal(seed: int, *shape: int, dtype: Any = np.float32) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+    return jnp.asarray(np.asarray(np.random.default_rng(seed).normal(size=shape)).astype(dtype))
 
 
 def norm(seed: int, *channels: int, shift: bool = True) -> dict[str, jax.Array]:
@@ -29,7 +29,8 @@ def norm(seed: int, *channels: int, shift: bool = True) -> dict[str, jax.Array]:
     draw = np.random.default_rng(seed).uniform
     ranges = {"mean": (-1, 1), "var": (0.5, 2), "scale": (0.5, 2), "bias": (-1, 1)}
     zero = () if shift else ("mean", "bias")
-    return {name: jnp.asarray(draw(*ends, channels) * (name not in zero), jnp.float32) for name, ends in ranges.items()}
+    values = {name: draw(*ends, channels) * (name not in zero) for name, ends in ranges.items()}
+    return {name: jnp.asarray(value.astype(np.float32)) for name, value in values.items()}
 
 
 def bn(p: dict[str, jax.Array], x: jax.Array, axis: int = -1) -> jax.Array:
@@ -78,9 +79,10 @@ def folds(
     """Fold, and compare with the original function on a batch with one more example."""
     result = new, new_params, report = fold_bn(fun, params, *args)
     assert (len(report.folded), len(report.kept)) == (folded, kept), str(report)
-    more = jax.tree.map(lambda x: jnp.concatenate([x, jnp.cos(x[:1])]), args)
+    more = jax.tree.map(lambda x: jnp.asarray(np.concatenate([x, np.cos(x[:1], dtype=x.dtype)])), args)
     as_it_was, arrays = of_arrays(fun, params)
-    assert_close(new(new_params, *more), jax.jit(as_it_was)(arrays, *more), tolerance)
+    both = jax.jit(lambda new_params, arrays, *more: (new(new_params, *more), as_it_was(arrays, *more)))
+    assert_close(*both(new_params, arrays, *more), tolerance=tolerance)
     return result
 
 
