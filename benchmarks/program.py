@@ -253,13 +253,10 @@ def products(smoke: bool, rounds: int, seconds: float) -> Tables:
     jobs |= {"the CNN of PyTorch's tutorial": privacy.cnn(generator, batch, 12 if smoke else 28)}
     for name, job in jobs.items():
         gradient, given = jax.value_and_grad(job.loss), (job.params, job.x, job.y)
-        compiled = {
-            "jax.value_and_grad": jax.jit(gradient).lower(*given).compile(),
-            "convolutions_as_products": jax.jit(convolutions_as_products(gradient)).lower(*given).compile(),
-            f"convolutions_as_products, {PARTS} parts": jax.jit(in_parts(convolutions_as_products(gradient)))
-            .lower(*given)
-            .compile(),
-        }
+        rewritten = convolutions_as_products(gradient)
+        ways = {"jax.value_and_grad": gradient, "convolutions_as_products": rewritten}
+        ways |= {f"convolutions_as_products, {PARTS} parts": in_parts(rewritten)}
+        compiled = {key: jax.jit(way).lower(*given).compile() for key, way in ways.items()}
         calls: dict[str, Callable[[], Any]] = {key: partial(run, *given) for key, run in compiled.items()}
         if job.twin and privacy._opacus is not None:
             calls["torch"] = privacy._opacus.ordinary(privacy._opacus.model(job.twin, job.params), job.x, job.y)

@@ -43,8 +43,8 @@ def convolutions_as_products(fun: Callable[P, R]) -> Callable[P, R]:
 
     Cost:
       The operations of the convolutions. Patches of the input need memory: 1.2 times the temporaries for the CNN of
-      PyTorch's tutorial, whose gradient takes 0.46 times as long. In 8 parts whose patches stay in the cache, as
-      `accumulate(convolutions_as_products(value_and_grad(loss)), 8)`, it takes 0.29 times as long and 0.17 times the
+      PyTorch's tutorial, whose gradient takes 0.47 times as long. In 8 parts whose patches stay in the cache, as
+      `accumulate(convolutions_as_products(value_and_grad(loss)), 8)`, it takes 0.28 times as long and 0.17 times the
       memory. Small networks such as LeNet-5 are faster without parts (`benchmarks/program.md`).
 
     Examples:

@@ -41,9 +41,9 @@ class _Needs:
     def may_fit(self, choice: MethodChoice) -> bool:
         """Return whether a choice is worth compiling: its share of a larger group is not far above the budget."""
         known = [
-            (n, need)
-            for (method, n, *_), (need, _) in self.found.items()
-            if method == choice.method and n > choice.examples
+            (other.examples, need)
+            for other, (need, _) in self.found.items()
+            if (other.method, other.products) == (choice.method, choice.products) and other.examples > choice.examples
         ]
         return choice.examples == 1 or all(
             need == math.inf or need * choice.examples / n <= 2 * self.budget for n, need in known
