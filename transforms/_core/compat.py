@@ -86,6 +86,48 @@ def loaded(payload: bytes, in_tree: Any, out_tree: Any, devices: Sequence[Any]) 
     return deserialize_and_load(payload, in_tree, out_tree, backend=devices[0].client, execution_devices=tuple(devices))
 
 
+def dispatched(call: Callable[..., tuple[Any, Any]]) -> Callable[..., Any]:
+    """Return a function that finds compiled programs for its arguments as `jax.jit` does, without Python.
+
+    Args:
+      call: called for other types of arguments than before; returns the result, and what `ready` returned or None. If
+        it is None, the next call with such arguments comes here again.
+    """
+
+    def missed(*args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
+        out, found = call(*args, **kwargs)
+        return out, found, found is None
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)[0]
+
+    try:
+        from jax._src.interpreters.pxla import JitGlobalCppCacheKeys, cc_shard_arg
+        from jax._src.lib import _jax
+        from jax._src.tree_util import dispatch_registry
+
+        return _jax.pjit("aot", slow, missed, [], [], JitGlobalCppCacheKeys(), dispatch_registry, cc_shard_arg)
+    except (ImportError, AttributeError, TypeError):  # private to JAX
+        return slow
+
+
+def ready(compiled: Any, out_tree: Any) -> Callable[..., tuple[Any, Any]] | None:
+    """Return a function of the arguments that runs a program; it returns the result, and what `dispatched` keeps.
+
+    Args:
+      compiled: a program that was compiled for the leaves of the arguments.
+      out_tree: the structure of the result; the program's own may have more structure, but no more leaves.
+
+    Returns:
+      The function, or None for a program that must run through Python, such as one with callbacks.
+    """
+    try:
+        program = compiled._executable.create_cpp_call(compiled._params._replace(out_tree=out_tree))
+    except AttributeError:  # private to JAX
+        return None
+    return program and (lambda *leaves: program._cache_miss(*leaves)[:2])
+
+
 def devices_of(compiled: Any) -> list[Any]:
     """Return the devices of a compiled program, in the program's order."""
     return list(compiled.runtime_executable().local_devices())

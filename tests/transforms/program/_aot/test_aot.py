@@ -31,6 +31,7 @@ from jax.sharding import PartitionSpec as P
 
 from plurax.ensemble import Ensemble
 from plurax.transforms import grad
+from plurax.transforms._core.compat import inside_a_transform
 from plurax.transforms.program import aot
 
 X = np.cos(np.arange(12.0)).reshape(3, 4).astype(np.float32)
@@ -654,6 +655,37 @@ def test_a_damaged_file_is_replaced(tmp_path):
     np.testing.assert_array_equal(aot(fun, tmp_path, key="1")(X), 2 * X)
     assert fun.traces == 2
     assert only_file(tmp_path) == path
+
+
+@pytest.mark.parametrize("key", [None, "1"])
+def test_later_calls_are_dispatched_as_those_of_jit(key, tmp_path, monkeypatch):
+    searches = []
+
+    def searched() -> bool:
+        searches.append(1)
+        return inside_a_transform()
+
+    monkeypatch.setattr(sys.modules["plurax.transforms.program._aot.aot"], "inside_a_transform", searched)
+
+    def fun(x: Any, *, parts: Any, factor: float) -> Any:
+        return {"sum": parts["a"][0] + x * factor, "none": None}, parts["b"]
+
+    expected = jax.jit(fun)
+    for process in range(2):  # the second finds the file
+        ours = aot(fun, tmp_path, key=key)
+        searches.clear()
+        for call in range(5):
+            for x in (X, jnp.asarray(X), jnp.asarray(X, jnp.bfloat16), 2, 2.0):
+                arguments = {"parts": {"a": [x + call], "b": None, "c": (X,)}, "factor": 0.5}
+                results = ours(x, **arguments), expected(x, **arguments)
+                assert jax.tree.structure(results[0]) == jax.tree.structure(results[1])
+                for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+                    assert (a.aval, a.committed) == (b.aval, b.committed)
+                    np.testing.assert_array_equal(a, b)
+        # The program of the first call is compared before its second call, and is known after that.
+        assert len(searches) <= 5 + (key is not None and process == 1)
+        with jax.disable_jit():
+            assert isinstance(ours(2.0, parts={"a": [1.0], "b": None}, factor=0.5)[0]["sum"], float)
 
 
 def test_the_warning_is_at_the_line_of_the_call(tmp_path):
