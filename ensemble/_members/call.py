@@ -12,6 +12,8 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
 from ...transforms._calls.explicit_sharding import divided_alike
+from ...transforms._convolutions import few_channels
+from ...transforms._convolutions.as_products import products_unless_differentiated
 from ...transforms._core.axes import Axes, axes_per_argument, broadcast_axes, check_in_axes, mapped_size
 from ...transforms._core.target import platform
 from ...transforms._models.hashable import HashablePytree
@@ -105,14 +107,14 @@ def _outputs(
     def call(ens: Any, arrays: list[Any]) -> Any:
         """Return the outputs of the members of one device."""
 
-        def executed(strategy: str) -> Any:
-            return over_members(call_member, Execution(strategy), (0, array_axes), len(ens))
+        def executed(fun: Callable[..., Any], strategy: str) -> Any:
+            return over_members(fun, Execution(strategy), (0, array_axes), len(ens))
 
         # The batched program shows whether there is a convolution. If not, the traced program is executed, so that a
         # member is not traced twice.
-        batched, out = jax.make_jaxpr(executed("vmap"), return_shape=True)(ens, arrays)
+        batched, out = jax.make_jaxpr(executed(call_member, "vmap"), return_shape=True)(ens, arrays)
         if in_turn(batched.jaxpr, platform()):
-            return executed("map")(ens, arrays)
+            return executed(products_unless_differentiated(call_member, few_channels.run), "map")(ens, arrays)
         return jax.tree.unflatten(jax.tree.structure(out), jaxpr_as_fun(batched)(*jax.tree.leaves((ens, arrays))))
 
     if layout is None:

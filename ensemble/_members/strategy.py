@@ -180,10 +180,11 @@ def _map_mapped(fun: Callable[[Any, int], Any], args: Sequence[Any], in_axes: Se
 
 
 def in_turn(jaxpr: Jaxpr, platform: str) -> bool:
-    """Return whether members are faster one after another than batched, by a rule that is used without measurements.
+    """Return whether to call members one after another instead of batched, by a rule that is used without measurements.
 
     Batching a convolution over its weights gives a grouped convolution. The CPU backend of XLA needs two to three times
-    as long for it as for one member after another, forward and backward. So convolutions on a CPU are not batched.
+    as long for it as for one member after another. So convolutions on a CPU are not batched. Those with few channels
+    are fast as batched products too, but with many images only one after another (0.23 instead of 0.71 for LeNet-5).
     """
     return platform == "cpu" and has_convolution(jaxpr)
 

@@ -1,14 +1,15 @@
 """Convolutions as matrix products, for XLA's CPU backend, where many convolutions of training are slow.
 
 On CPUs XLA is slow at convolutions whose weights are mapped over (as for the members of an ensemble), at convolutions
-inside a loop, and at the gradients of both and of pooling; it is fast at large matrix products. Both files trace a
-function and return a function of the same arguments whose program has products in place of convolutions:
+inside a loop, at the gradients of both and of pooling, and at few channels; it is fast at large matrix products. Each
+file traces a function and evaluates its program with products in place of convolutions:
 
 - `as_products.py` rewrites a function that will not be differentiated again (`convolutions_as_products`): convolutions
   of any layout, grouping, stride, dilation and padding become one product each, pooling and its gradient become slices,
   and arrays keep the batch as their innermost axis from one operation to the next;
 - `in_scans.py` rewrites a function that will be differentiated inside a loop (`with_scannable_gradients`): forward
-  convolutions stay if their layout is one at which XLA is fast, and only the derivatives become products.
+  convolutions stay if their layout is one at which XLA is fast, and only the derivatives become products;
+- `few_channels.py` rewrites a forward pass: only convolutions with few channels or with groups become products.
 
 `convolved` in `as_products.py` turns a convolution into a product, in one of three ways: the weights times the patches
 of the input; the weights times the whole input, whose shifted parts, one for each window position, are added up; or one

@@ -31,6 +31,8 @@ from .._core.jaxpr import CALLS, ELEMENTWISE, REMAT, at_source, aval, bodies, ca
 _MOST_SLICES = 64
 
 WITH_BODIES = frozenset({"scan", "while", "cond"}) | REMAT
+# Interpreted rather than evaluated, so that permuted arrays pass through calls: activation functions are calls.
+INTO_CALLS = frozenset(CALLS) - WITH_BODIES
 
 
 def convolutions_as_products(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,8 +43,11 @@ def convolutions_as_products(fun: Callable[..., Any]) -> Callable[..., Any]:
     return run_by(_run, fun)
 
 
-def products_unless_differentiated(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function as `convolutions_as_products`, whose derivatives are those of `fun` as it was."""
+def products_unless_differentiated(fun: Callable[..., Any], run: Any = None) -> Callable[..., Any]:
+    """Return a function as `convolutions_as_products`, whose derivatives are those of `fun` as it was.
+
+    `run(jaxpr, consts, args)` evaluates the rewritten program; None for all convolutions.
+    """
 
     def rewritten(*args: Any) -> Any:
         closed, out = jax.make_jaxpr(fun, return_shape=True)(*args)
@@ -50,7 +55,7 @@ def products_unless_differentiated(fun: Callable[..., Any]) -> Callable[..., Any
 
         @jax.custom_jvp
         def outputs(*values: Any) -> list[Any]:  # what `fun` closes over is an argument too, so it has derivatives
-            return _run(closed.jaxpr, values[:count], values[count:])
+            return (run or _run)(closed.jaxpr, values[:count], values[count:])
 
         @outputs.defjvp
         def derivative(values: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
@@ -105,16 +110,15 @@ class _Permuted:
 
 
 def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    return [plain(x) for x in interpret(jaxpr, consts, args, _visit)]
+    return [plain(x) for x in interpret(jaxpr, consts, args, visit)]
 
 
-def _visit(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+def visit(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
     """Return the results of one operation; elementwise operations keep permuted arrays permuted."""
     name = eqn.primitive.name
-    if name in CALLS and name not in REMAT:
-        # Interpreted rather than evaluated, so that permuted arrays pass through calls: activation functions are calls.
+    if name in INTO_CALLS:
         with at_source(eqn):
-            return interpret(*called(eqn), values, _visit)
+            return interpret(*called(eqn), values, visit)
     if name in WITH_BODIES and any(map(has_convolution, bodies(eqn))):
         eqn = with_bodies(eqn, _run)
     if name in _PRODUCTS_AND_SLICES:
@@ -147,6 +151,11 @@ def _retraced(value: Any, run: Callable[..., list[Any]]) -> Any:
     if isinstance(value, ClosedJaxpr):
         return retraced
     return value if retraced.consts else retraced.jaxpr  # a `Jaxpr` that is not closed cannot hold constants
+
+
+def is_permuted(x: Any) -> bool:
+    """Return whether an array in a program that is being rewritten has its axes in another order."""
+    return isinstance(x, _Permuted)
 
 
 def plain(x: Any) -> Any:
