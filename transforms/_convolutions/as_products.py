@@ -26,6 +26,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from .._core.jaxpr import CALLS, ELEMENTWISE, REMAT, at_source, aval, bodies, called, evaluate, interpret, with_inner
+from .convolution import Convolution
 
 # Windows with more positions than this are not rewritten, since each position is one slice in the program.
 _MOST_SLICES = 64
@@ -94,10 +95,10 @@ def largest_copies(jaxpr: Jaxpr) -> float:
     return _largest(jaxpr, lambda of: of.number * of.positions * min(of.patches, of.parts))
 
 
-def _largest(jaxpr: Jaxpr, elements: Callable[[_Convolution], float]) -> float:
+def _largest(jaxpr: Jaxpr, elements: Callable[[Convolution], float]) -> float:
     """Return the most bytes of any convolution, counted in elements; infinity if one is not rewritten."""
     found = [eqn for eqn in with_inner(jaxpr.eqns) if eqn.primitive.name == "conv_general_dilated"]
-    sizes = [elements(_Convolution(eqn)) * aval(eqn.outvars[0]).dtype.itemsize for eqn in found]
+    sizes = [elements(Convolution(eqn)) * aval(eqn.outvars[0]).dtype.itemsize for eqn in found]
     return max(sizes, default=0.0) if all(map(_is_rewritten, found)) else math.inf
 
 
@@ -172,59 +173,9 @@ def _in_order(x: Any, order: Sequence[int]) -> jax.Array:
 # Convolutions.
 
 
-class _Convolution:
-    """A convolution, with named axes and settings; "places" are spatial axes.
-
-    Attributes:
-      batch, channels, places: axes of the input.
-      features, inputs, window: axes of the weights.
-      out_batch, out_features, out_places: axes of the result.
-      sizes: the spatial shape of the result.
-      shape: the shape of the result.
-      number: its batch size.
-      positions: the number of positions of the window.
-      results: the number of places of the result.
-      patches: the elements of the input that one window position takes from one example, for all places of the result.
-      parts: the elements of one example's result for one window position, for all places of the input.
-      groups: `feature_group_count`, the number of groups of channels, each with its own features.
-      batches: `batch_group_count`, the number of groups of the batch, each with its own features.
-    """
-
-    def __init__(self, eqn: JaxprEqn) -> None:
-        params = eqn.params
-        numbers = params["dimension_numbers"]
-        self.batch, self.channels, *self.places = numbers.lhs_spec
-        self.features, self.inputs, *self.window = numbers.rhs_spec
-        self.out_batch, self.out_features, *self.out_places = numbers.out_spec
-        self.shape, dtype = aval(eqn.outvars[0]).shape, aval(eqn.outvars[0]).dtype
-        self.sizes, self.number = [self.shape[i] for i in self.out_places], self.shape[self.out_batch]
-        lhs_shape, rhs_shape = (aval(x).shape for x in eqn.invars)
-        self.positions, self.results = math.prod(rhs_shape[i] for i in self.window), math.prod(self.sizes)
-        self.patches = self.results * lhs_shape[self.channels]
-        self.parts = math.prod(lhs_shape[i] for i in self.places) * rhs_shape[self.features]
-        self.groups: int = params["feature_group_count"]
-        self.batches: int = params["batch_group_count"]
-        self.strides, self.padding = params["window_strides"], params["padding"]
-        self.spread, self.dilation = params["lhs_dilation"], params["rhs_dilation"]
-        # Partial results are added in at least 32 bits, as in XLA.
-        wide = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
-        self._settings = {"precision": params["precision"], "preferred_element_type": wide}
-
-    def product(self, left: jax.Array, right: jax.Array, over: Any, along: Any = ((), ())) -> jax.Array:
-        """Return the product of two arrays, contracted over the axes `over` and batched along the axes `along`."""
-        return lax.dot_general(left, right, (over, along), **self._settings)
-
-    def padded(self, x: jax.Array) -> jax.Array:
-        """Return the input, with spatial axes from axis 1 on, padded and dilated with zeros."""
-        spread = zip(self.padding, self.spread, strict=True)
-        config = [(0, 0, 0), *((low, high, step - 1) for (low, high), step in spread)]
-        config += [(0, 0, 0)] * (x.ndim - len(config))
-        return lax.pad(x, jnp.zeros((), x.dtype), config) if any(map(any, config)) else x
-
-
 def _is_rewritten(eqn: JaxprEqn) -> bool:
     """Return whether a convolution becomes a product: not if it is empty, or has too many positions."""
-    of = _Convolution(eqn)
+    of = Convolution(eqn)
     empty = any(0 in aval(x).shape for x in (*eqn.invars, *eqn.outvars))
     return not empty and min(of.positions, of.results) <= _MOST_SLICES
 
@@ -238,7 +189,7 @@ def convolved(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
     """
     if not _is_rewritten(eqn):
         return None
-    of = _Convolution(eqn)
+    of = Convolution(eqn)
     if of.positions > of.results:
         out = _by_results(of, lhs, rhs)
     elif of.parts < of.patches and of.batches == 1:
@@ -248,7 +199,7 @@ def convolved(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
     return _Permuted(out.array.astype(aval(eqn.outvars[0]).dtype), out.order)
 
 
-def _by_patches(of: _Convolution, lhs: Any, rhs: Any) -> _Permuted:
+def _by_patches(of: Convolution, lhs: Any, rhs: Any) -> _Permuted:
     """Return one product of the weights with patches of shape (positions, channels, places, batch).
 
     out[f, y, b] = Σ over positions k and channels c of w[k, c, f] x[c, y·stride + k·dilation, b].
@@ -267,7 +218,7 @@ def _by_patches(of: _Convolution, lhs: Any, rhs: Any) -> _Permuted:
     return _Permuted(out.reshape(-1, *of.sizes, of.number), (of.out_features, *of.out_places, of.out_batch))
 
 
-def _by_parts(of: _Convolution, lhs: Any, rhs: Any) -> _Permuted:
+def _by_parts(of: Convolution, lhs: Any, rhs: Any) -> _Permuted:
     """Return the sum of the shifted parts, one for each window position, of one product of weights and input.
 
     The same sum as by patches, with the channels summed first: parts[k, f, y, b] = Σ over c of w[k, c, f] x[c, y, b].
@@ -290,7 +241,7 @@ def _by_parts(of: _Convolution, lhs: Any, rhs: Any) -> _Permuted:
     return _Permuted(parts, (of.out_features, *of.out_places, of.out_batch))
 
 
-def _by_results(of: _Convolution, lhs: Any, rhs: Any) -> _Permuted:
+def _by_results(of: Convolution, lhs: Any, rhs: Any) -> _Permuted:
     """Return one product of the weights with slices of the input, one for each position of the result.
 
     For a window larger than the result: in the gradient of weights the window is the output's cotangent, and the result

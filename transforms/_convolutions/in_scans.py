@@ -15,8 +15,10 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn
 
-from .._core.jaxpr import at_source, bodies, evaluate, interpret
+from .._core.jaxpr import at_source, aval, bodies, evaluate, interpret
 from .as_products import WITH_BODIES, convolved, has_convolution, plain, run_by, with_bodies
+from .by_rows import gathered, scattered
+from .convolution import Convolution
 
 
 def with_scannable_gradients(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,6 +52,11 @@ def _convolve(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
     """
     half = jnp.issubdtype(lhs.dtype, jnp.floating) and jnp.finfo(lhs.dtype).bits < 32
     by_xla = partial(eqn.primitive.bind, **eqn.params)
+    of = Convolution(eqn)
+    rows = (
+        _is_channels_last(eqn) and of.groups == 1 and rhs.shape[-2] > 2 and 0 not in (*lhs.shape, *rhs.shape, *of.shape)
+    )
+    plain_steps = set(of.strides) | set(of.spread) == {1}
 
     # No barriers against common-subexpression elimination, as JAX advises for a scan body, where they only cost time.
     @partial(jax.checkpoint, prevent_cse=False)
@@ -57,6 +64,17 @@ def _convolve(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
         operands = (x.astype(jnp.float32) if half else x for x in (lhs, rhs))
         out = convolved(eqn, *operands)
         return by_xla(lhs, rhs) if out is None else plain(out)
+
+    @partial(jax.checkpoint, prevent_cse=False, static_argnums=0)
+    def by_rows(ways: Callable[..., Any], lhs: Any, rhs: Any) -> Any:
+        operands = (x.astype(jnp.float32) if half else x for x in (lhs, rhs))
+        return ways(of, *operands).astype(aval(eqn.outvars[0]).dtype)
+
+    def of_input(lhs: Any, rhs: Any) -> Any:
+        return by_rows(scattered, lhs, rhs) if rows and plain_steps else as_products(lhs, rhs)
+
+    def of_weights(lhs: Any, rhs: Any) -> Any:
+        return by_rows(gathered, lhs, rhs) if rows else as_products(lhs, rhs)
 
     @jax.custom_jvp
     def convolve(lhs: Any, rhs: Any) -> Any:
@@ -70,9 +88,9 @@ def _convolve(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
         # tangent, and costs nothing.
         terms = []
         if not isinstance(lhs_tangent, SymbolicZero):
-            terms.append(as_products(lhs_tangent, rhs))
+            terms.append(of_input(lhs_tangent, rhs))
         if not isinstance(rhs_tangent, SymbolicZero):
-            terms.append(as_products(lhs, rhs_tangent))
+            terms.append(of_weights(lhs, rhs_tangent))
         return convolve(lhs, rhs), sum(terms[1:], *terms[:1])
 
     return convolve(lhs, rhs)

@@ -71,9 +71,11 @@ def convolutions(draw: st.DrawFn, crops_and_pads: bool) -> tuple[Callable[..., A
     padding = list(zip(draw(many([-1, 0, 1, 2])), draw(many([-1, 0, 1, 3])), strict=True))
     if not crops_and_pads:
         padding = [(low, min(high, 0)) if low < 0 else (low, high) for low, high in padding]
-    channels, features, batch = (draw(st.sampled_from([1, 2, 3])) for _ in range(3))
+    channels, features, batch = (draw(st.sampled_from([1, 2, 3, 4])) for _ in range(3))
     names = "HWD"[:places]
     lhs, rhs, out = ("".join(draw(st.permutations(x + names))) for x in ("NC", "IO", "NC"))
+    if draw(st.booleans()):  # channels last, the layout that is fast in loops
+        lhs, rhs, out = f"N{names}C", f"{names}IO", f"N{names}C"
     lengths = {**dict(zip(names, sizes, strict=True)), "N": batch * groups[1], "C": channels * groups[0]}
     kernel = {**dict(zip(names, window, strict=True)), "I": channels, "O": features * groups[0] * groups[1]}
 
@@ -274,16 +276,17 @@ class Test_pooling:
 
 
 class Test_loopable_gradients:
-    def test_of_every_order_and_mode(self) -> None:
-        w = normal(1, (3, 3, 2, 3))
+    @pytest.mark.parametrize(("channels", "strides"), [(2, (2, 1)), (4, (2, 1)), (4, (1, 1))])
+    def test_of_every_order_and_mode(self, channels: int, strides: tuple[int, int]) -> None:
+        w = normal(1, (3, 3, channels, 3))
 
         def fun(x: jax.Array) -> jax.Array:
             y = lax.conv_general_dilated(
-                x, jnp.sin(w * x.mean()), (2, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+                x, jnp.sin(w * x.mean()), strides, "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
             )
             return (jnp.tanh(y) ** 2).sum()
 
-        x = normal(0, (2, 5, 4, 2))
+        x = normal(0, (2, 5, 4, channels))
         ours = with_scannable_gradients(fun)
         for derive in (jax.grad, jax.jacfwd, jax.hessian):
             np.testing.assert_allclose(jax.jit(derive(ours))(x), jax.jit(derive(fun))(x), rtol=1e-4, atol=1e-5)

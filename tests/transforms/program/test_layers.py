@@ -332,7 +332,7 @@ def ensemble_of_the_loop() -> Any:
 @pytest.mark.parametrize("strategy", ["vmap", "map", "unroll", "loop"])
 def test_an_ensemble_trains_as_with_the_loop(strategy: str, ensemble_of_the_loop: Any) -> None:
     (ours, member), (theirs, expected) = trained_ensemble(strategy, scanned=True), ensemble_of_the_loop
-    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4)
     assert_close(nnx.state(member), nnx.state(expected))
 
 

@@ -1,0 +1,63 @@
+"""A convolution as it stands in a program: `Convolution`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from .._core.jaxpr import aval
+
+
+class Convolution:
+    """A convolution, with named axes and settings; "places" are spatial axes.
+
+    Attributes:
+      batch, channels, places: axes of the input.
+      features, inputs, window: axes of the weights.
+      out_batch, out_features, out_places: axes of the result.
+      sizes: the spatial shape of the result.
+      shape: the shape of the result.
+      number: its batch size.
+      positions: the number of positions of the window.
+      results: the number of places of the result.
+      patches: the elements of the input that one window position takes from one example, for all places of the result.
+      parts: the elements of one example's result for one window position, for all places of the input.
+      groups: `feature_group_count`, the number of groups of channels, each with its own features.
+      batches: `batch_group_count`, the number of groups of the batch, each with its own features.
+    """
+
+    def __init__(self, eqn: JaxprEqn) -> None:
+        params = eqn.params
+        numbers = params["dimension_numbers"]
+        self.batch, self.channels, *self.places = numbers.lhs_spec
+        self.features, self.inputs, *self.window = numbers.rhs_spec
+        self.out_batch, self.out_features, *self.out_places = numbers.out_spec
+        self.shape, dtype = aval(eqn.outvars[0]).shape, aval(eqn.outvars[0]).dtype
+        self.sizes, self.number = [self.shape[i] for i in self.out_places], self.shape[self.out_batch]
+        lhs_shape, rhs_shape = (aval(x).shape for x in eqn.invars)
+        self.positions, self.results = math.prod(rhs_shape[i] for i in self.window), math.prod(self.sizes)
+        self.patches = self.results * lhs_shape[self.channels]
+        self.parts = math.prod(lhs_shape[i] for i in self.places) * rhs_shape[self.features]
+        self.groups: int = params["feature_group_count"]
+        self.batches: int = params["batch_group_count"]
+        self.strides, self.padding = params["window_strides"], params["padding"]
+        self.spread, self.dilation = params["lhs_dilation"], params["rhs_dilation"]
+        # Partial results are added in at least 32 bits, as in XLA.
+        wide = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+        self._settings = {"precision": params["precision"], "preferred_element_type": wide}
+
+    def product(self, left: jax.Array, right: jax.Array, over: Any, along: Any = ((), ())) -> jax.Array:
+        """Return the product of two arrays, contracted over the axes `over` and batched along the axes `along`."""
+        return lax.dot_general(left, right, (over, along), **self._settings)
+
+    def padded(self, x: jax.Array) -> jax.Array:
+        """Return the input, with spatial axes from axis 1 on, padded and dilated with zeros."""
+        spread = zip(self.padding, self.spread, strict=True)
+        config = [(0, 0, 0), *((low, high, step - 1) for (low, high), step in spread)]
+        config += [(0, 0, 0)] * (x.ndim - len(config))
+        return lax.pad(x, jnp.zeros((), x.dtype), config) if any(map(any, config)) else x
