@@ -94,6 +94,7 @@ def test_stated_types_are_true(checks: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert {i for i, x in seen.items() if not fits(x, ast.parse(STATED[i], mode="eval").body)} == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKERS)
 def test_a_checker_shows_the_types_and_finds_the_errors(checks: dict[str, subprocess.Popen[str]], name: str) -> None:
     report = checks[name].communicate()[0]

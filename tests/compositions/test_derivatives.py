@@ -101,6 +101,7 @@ def test_the_hessian_of_a_vmapped_function(mode: str, chunk_size: Any) -> None:
     assert_close(jax.jit(vmap(hessian(energy, mode=mode)))(X), curvature(X))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fwd_rev", "rev_rev", "rev_fwd"])
 def test_products_with_many_vectors_and_points(mode: str) -> None:
     vectors = np.eye(3)[[0, 2]]
@@ -125,6 +126,7 @@ def test_jacobians_of_a_batch_inside_a_gradient() -> None:
         assert_close(jax.jit(grad(norm))(X), -(np.sin(2 * X @ W.T) * (W**2).sum(1)) @ W)
 
 
+@pytest.mark.slow
 def test_a_jacobian_of_a_gradient_of_a_jacobian() -> None:
     """The third derivative of Σ x⁴: 24 x on the diagonal."""
     third = jacfwd(jacrev(grad(lambda x: jnp.sum(x**4))))(X[0])

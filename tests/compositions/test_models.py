@@ -117,6 +117,7 @@ def test_modules_of_a_derivative_that_share_a_variable_are_refused() -> None:
         derivative(lambda x, a, b: a.still(x) + b.still(x), 1)(X, first, second)
 
 
+@pytest.mark.slow
 def test_derivatives_of_an_ensemble() -> None:
     """As an argument, an ensemble gives its stacked trainable arrays; as a function, it is all members at once."""
     ens = Ensemble.create(lambda rngs: nnx.Linear(3, 2, rngs=rngs), 4, seed=0)

@@ -68,6 +68,7 @@ def test_gradients_of_a_frozen_stack_are_those_of_frozen_layers(change: Any) -> 
     assert nnx.graphdef(unfreeze(frozen)) == nnx.graphdef(Scanned(blocks()))
 
 
+@pytest.mark.slow
 def test_a_stack_computes_in_half_precision_as_its_layers() -> None:
     mixed = with_precision(stack_layers(blocks()), jnp.bfloat16)
     found, _ = scan_layers(mixed, jnp.asarray(X, jnp.bfloat16))

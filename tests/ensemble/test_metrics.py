@@ -67,6 +67,7 @@ def test_entropy_is_zero_when_certain_and_the_logarithm_when_uniform():
     np.testing.assert_allclose(metrics.entropy(jnp.array([[1.0, 0.0, 0.0], [1 / 3] * 3])), [0, np.log(3)], rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lead", [(), (3,)])
 def test_several_labels_for_each_example(lead):
     """Dense and multi-label predictions against scikit-learn, and every score against the flattened one."""
@@ -162,6 +163,7 @@ def test_each_bin_of_ece_holds_its_upper_end(bins):
     np.testing.assert_allclose(metrics.ece(probabilities, labels, bins=bins), expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_ece_of_millions_of_examples_keeps_its_digits():
     confidence = np.random.default_rng(0).uniform(0.9, 0.95, 3_000_000).astype(np.float32)
     expected = 1 - confidence.astype(np.float64).mean()

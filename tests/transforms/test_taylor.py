@@ -373,6 +373,7 @@ def test_other_arguments_are_constant() -> None:
     assert derivative(fun, 2).__name__ == "derivative(<lambda>)"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("either")
 def test_it_composes() -> None:
     x = jnp.array([0.3, -1.2, 2.0])

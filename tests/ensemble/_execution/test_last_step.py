@@ -143,6 +143,7 @@ def test_a_member_that_stops_stays_stopped(plain, create):
     assert set(metrics) == {"loss", "largest"}
 
 
+@pytest.mark.slow
 def test_no_state_is_kept_alive(begun):
     trainer, state, before = begun(strategy="vmap")
     held = [weakref.ref(x) for x in (state, before)]

@@ -372,6 +372,7 @@ class Held(nnx.Module):
         return x @ weights["w"] + weights["b"][0]
 
 
+@pytest.mark.slow
 def test_variables_may_hold_pytrees(tmp_path, assert_same):
     members = [Held(nnx.Rngs(jax.random.fold_in(jax.random.key(0), i))) for i in range(3)]
     ens = Ensemble.stack(members)

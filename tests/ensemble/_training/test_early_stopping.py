@@ -134,6 +134,7 @@ class Test_early_stopping:
         assert int(state.step) == 10
         np.testing.assert_array_equal(state.standing.step, [6, 8, 10])
 
+    @pytest.mark.slow
     def test_larger_is_better_and_small_changes_do_not_count(self):
         values = iter([[1.0, 1.0], [1.05, 0.5], [1.3, np.nan], [1.2, 0.9], [1.35, 2.0], [1.3, 1.0]])
         stopping = EarlyStopping(
@@ -173,6 +174,7 @@ class Test_early_stopping:
             np.testing.assert_equal(again, history)
             assert_same(load(directory / "step_00000024", start), whole)
 
+    @pytest.mark.slow
     def test_a_member_that_is_not_finite_leaves_too(self):
         trainer = adam(in_axes=0)
         given = [tuple(np.array(x) for x in batch) for batch in batches(8, 4)]

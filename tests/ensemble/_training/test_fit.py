@@ -289,6 +289,7 @@ def test_a_damaged_checkpoint_does_not_count_for_checkpoint_keep(tmp_path, train
     assert sorted(os.listdir(tmp_path)) == ["step_00000006", "step_00000008"]
 
 
+@pytest.mark.slow
 def test_metrics_may_change_between_steps(tmp_path, ens, make_batches):
     """A later run, or another kind of batch, may report other metrics."""
 
@@ -354,6 +355,7 @@ def settings(path):
     return manifest["strategy"], manifest["chunk_size"]
 
 
+@pytest.mark.slow
 def test_the_chunk_is_part_of_the_checkpoint(tmp_path, ens, cross_entropy, make_batches):
     """A resumed trainer keeps options that it leaves unset, and uses those that it sets."""
     for i, (options, expected) in enumerate(
@@ -395,6 +397,7 @@ def full_disk():
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", [5, 9])
 def test_a_disk_that_is_full_for_a_while_loses_nothing(tmp_path, plain, cross_entropy, make_batches, assert_same, to):
     trainer = Trainer(cross_entropy, optax.adam(0.1), strategy="vmap")

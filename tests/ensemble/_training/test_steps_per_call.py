@@ -95,6 +95,7 @@ def test_a_loader_may_reuse_its_buffer(plain, create, assert_same):
     same_history(history, rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["vmap", "loop"])
 def test_a_member_that_fails_within_a_call_stops_there(plain, create, strategy):
     """And is restarted, if wanted, after the same step."""

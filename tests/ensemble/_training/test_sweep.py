@@ -126,6 +126,7 @@ def test_numbers_of_any_kind_mix_with_schedules(number):
     np.testing.assert_allclose(state.opt_state.hyperparams["learning_rate"], [schedule(1), 1.0])
 
 
+@pytest.mark.slow
 def test_a_loaded_state_resumes_with_its_values(tmp_path, assert_same):
     options = {"hyperparams": {"learning_rate": [optax.cosine_decay_schedule(0.3, 6), 0.1], "weight": [1.0, 2.0]}}
     trainer = Trainer(smoothed, optax.sgd, **options)

@@ -105,6 +105,7 @@ def test_each_member_may_have_its_own_batch(plain, create, cross_entropy, make_b
         assert_same(state.ensemble[i], member, tolerance=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["vmap", "map", "loop"])
 def test_axes_of_a_batch_are_given_by_element(plain, create, cross_entropy, make_batches, strategy):
     x, y = make_batches(1)[0]
@@ -188,6 +189,7 @@ class Test_steps_that_donate_the_state:
             need = trainer._stepper.executor.temporaries(inputs, donate, execution)
             assert need < sum(x.nbytes for x in jax.tree.leaves(state)) / 3
 
+    @pytest.mark.slow
     def test_with_arrays_that_change_dtype(self, options, assert_same):
         def narrow(updates, state, params=None):
             return updates, jax.tree.map(lambda x: x.astype(jnp.float16), state)
@@ -362,6 +364,7 @@ class Test_optimizers:
         state, _ = train(trainer, Ensemble.create(make, 2, seed=0), make_batches(2))
         assert state.ensemble[0].kernel.dtype == jnp.bfloat16
 
+    @pytest.mark.slow
     def test_optimizers_that_evaluate_the_loss(self, plain, create, cross_entropy, make_batches, assert_same):
         """A line search evaluates the loss, a different number of times for each member."""
         x, y = make_batches(1)[0]

@@ -286,6 +286,7 @@ def test_a_loss_that_draws_or_counts_leaves_the_state(assert_same):
     assert_same(fit(trainer, ens, [X] * 4, validation=X, validate_every=1)[0], fit(trainer, ens, [X] * 4)[0])
 
 
+@pytest.mark.slow
 def test_linen_and_functions():
     from flax import linen
 
@@ -544,6 +545,7 @@ class Test_early_stopping_by_name:
             assert max(row["step"] for row in history if row["member"] == i) == stop
         assert (np.asarray(state.standing.step) < 24).any()
 
+    @pytest.mark.slow
     def test_a_value_of_the_ensemble_stops_all_together(self, capsys, assert_same):
         values = iter([3.0, 1.0, 2.0, np.nan, 0.5])
         trainer, source = adam(), batches(30)

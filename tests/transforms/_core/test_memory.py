@@ -143,6 +143,7 @@ def test_budgets_work_inside_other_traces(outer: Any, plain: Any, request: Any) 
     chex.assert_trees_all_close(actual, jax.jit(plain(jax.jacfwd(layer)))(arg), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_budgets_close_over_tracers() -> None:
     within = lambda scale: jacrev(lambda x: layer(scale * x), memory_budget="20KiB")(X)
     expected = jax.jit(jax.jacrev(lambda x: layer(0.5 * x)))(X)
@@ -211,6 +212,7 @@ def test_the_warning_names_the_users_line_when_jax_makes_the_call(outer: Any, wi
     assert {warning.filename for warning in caught} == {__file__}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fwd_rev", "rev_rev", "fwd_fwd", "rev_fwd"])
 @pytest.mark.parametrize("budget", [10, 14])
 def test_budgets_of_hessians(mode: str, budget: int, hessian_of_energy: Any) -> None:
@@ -250,6 +252,7 @@ def test_budgets_of_modules() -> None:
     chex.assert_trees_all_close(rows, plain, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", ["vmap", "independent"])
 @pytest.mark.parametrize("mode", ["forward", "reverse"])
 def test_budgets_of_batches(rows: str, mode: str) -> None:

@@ -154,6 +154,7 @@ for chunk_size in (None, 1, 2):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("wide", [False, True])
 def test_dtypes_and_weak_types_are_those_of_jax(case: str, wide: bool) -> None:

@@ -79,6 +79,7 @@ def test_a_large_hessian_fits_into_a_small_budget() -> None:
     assert need["20KiB"] <= 20 * 1024 < need[None]
 
 
+@pytest.mark.slow
 def test_under_vmap_and_grad() -> None:
     rows = jnp.asarray(np.stack([X, X + 1, 2 * X, X - 3]))
     fun = lambda x: jnp.sum(jnp.sin(x) * x[0] ** 2)
@@ -100,6 +101,7 @@ def test_dtypes(dtype: Any, tolerance: float) -> None:
         assert hessian_trace(fun)(x).dtype == dtype
 
 
+@pytest.mark.slow
 def test_modules_and_aux() -> None:
     class Model(nnx.Module):
         def __init__(self) -> None:

@@ -88,6 +88,7 @@ class Net(nnx.Module):
         return jnp.sin(x * self.gain[...])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_fun", [False, True])
 def test_modules(as_fun: bool) -> None:
     model = Net()

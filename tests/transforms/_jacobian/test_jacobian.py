@@ -65,6 +65,7 @@ def tree(x: Any, point: Point, *, scale: Any = 1.0) -> Any:
     return {"a": [jnp.sin(x) * point.x[0], None], "b": Point(jnp.sum(x * point.y) * scale, point.x)}
 
 
+@pytest.mark.slow
 @TRANSFORMS
 @pytest.mark.parametrize("argnums", [0, 1, -1, (0,), (1, 0), (-2, 1), [0, 1]], ids=str)
 def test_pytrees_nest_as_those_of_jax(transform: Any, plain: Any, argnums: Any) -> None:
@@ -112,6 +113,7 @@ def test_scalars_empty_arrays_and_constants(transform: Any, fun: Any, x: Any, ch
     chex.assert_trees_all_close(actual, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=8)
 def test_any_shapes_and_chunks(data: st.DataObject) -> None:
@@ -338,6 +340,7 @@ def test_both_modes_are_those_of_a_holomorphic_function(mode: str) -> None:
     assert of.explain(Z).mode in ("forward", "reverse")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", [None, 2])
 def test_real_functions_of_complex_numbers_are_those_of_jax(chunk_size: Any) -> None:
     real = lambda z, x: {"r": jnp.abs(z) ** 2 * x, "i": (z**2).imag}
@@ -474,6 +477,7 @@ def test_models_and_methods_are_remembered_by_their_structure(lowerings: list[An
         assert len(lowerings) - before == first
 
 
+@pytest.mark.slow
 def test_batches_are_remembered_too(lowerings: list[Any]) -> None:
     layer = lambda x: jnp.sin(x) * x[:, :1]
     for x in (BATCH, 2 * BATCH, BATCH[:3]):
@@ -572,6 +576,7 @@ def branch_on_the_configuration() -> Any:
             yield fun, ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["whole", "chunks", "budget", "batch"])
 @pytest.mark.parametrize(
     "calls",
@@ -665,6 +670,7 @@ def wave_of(x: Any, _: Any) -> Any:
     return jnp.sin(x)
 
 
+@pytest.mark.slow
 def test_the_cache_is_bounded_and_keeps_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_MOST", 3)
 

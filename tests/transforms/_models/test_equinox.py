@@ -118,6 +118,7 @@ def test_private_steps(net: Net, each: Any) -> None:
     np.testing.assert_array_equal(after.model.table, net.table)
 
 
+@pytest.mark.slow
 def test_private_steps_are_resumed_from_a_checkpoint(net: Net, tmp_path: Any) -> None:
     options: dict[str, Any] = {"num_examples": 5, "expected_batch_size": 3, "num_steps": 4, "target_delta": 0.1}
     dp = DPSGD(loss, optax.adam(0.1), l2_clip_norm=0.5, noise_multiplier=1.0, **options)

@@ -298,6 +298,7 @@ class TestTraining:
         ensemble = Ensemble.stack([freeze(Net(nnx.Rngs(i)), "encoder") for i in range(2)])
         self._train(ensemble, strategy)
 
+    @pytest.mark.slow
     def test_members_may_be_frozen_when_made_or_later(self) -> None:
         made = Ensemble.create(lambda rngs: freeze(Net(rngs), "encoder"), 2, seed=0)
         later = freeze(Ensemble.create(Net, 2, seed=0), "encoder")

@@ -72,6 +72,7 @@ def test_no_convolution_and_no_pooling_is_left() -> None:
         close(jax.jit(convolutions_as_products(fun))(state, X), jax.jit(fun)(state, X), 1e-4)
 
 
+@pytest.mark.slow
 def test_inside_jit_vmap_and_scan() -> None:
     kernel = jnp.asarray(np.random.default_rng(1).normal(size=(3, 3, 2, 5)), jnp.float32)
 

@@ -274,6 +274,7 @@ def test_a_frozen_kernel_needs_no_gradient_work() -> None:
 # Transforms of a scan.
 
 
+@pytest.mark.slow
 def test_forward_mode_second_order_and_rows() -> None:
     scanned, looped = both()
     x, y = BATCH
@@ -346,6 +347,7 @@ def test_an_optimizer_trains_a_stack() -> None:
     assert_close(nnx.state(scanned, nnx.Param), nnx.state(looped, nnx.Param))
 
 
+@pytest.mark.slow
 def test_a_profile_names_the_parts_of_a_layer() -> None:
     (scanned, _), x = both(), normal(64, 3)
     options: Any = {"mode": "eager", "repeats": 1}

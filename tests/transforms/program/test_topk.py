@@ -21,6 +21,7 @@ def of_list(x: Any, mask: Any, fraction: float) -> float:
     return float(np.mean(chosen[:count])) if chosen else 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.hypothesis
 @given(
     st.lists(st.tuples(st.sampled_from([-2.0, -0.5, 0.0, 1.0, 1.5, 3.0]), st.booleans()), max_size=12),

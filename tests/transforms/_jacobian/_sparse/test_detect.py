@@ -542,6 +542,7 @@ def totals(x: Any) -> Any:
     return through_a_reference(jnp.sin)(x)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fun", [written_by_a_call, written_in_a_loop, totals])
 def test_writes_to_a_reference_may_depend_on_everything(fun: Any) -> None:
     with pytest.warns(UserWarning, match="may write values that depend on the inputs to a `jax.Ref`"):

@@ -238,6 +238,7 @@ def test_dtypes(dtype: Any) -> None:
         assert_equals(found, jax.jit(jax.hessian(scalar))(x), tolerance)
 
 
+@pytest.mark.slow
 def test_several_dtypes_at_once() -> None:
     def fun(x: Any, y: Any) -> Any:
         return (x[0] * y, (x * jnp.concatenate([y, y])).astype(jnp.bfloat16))
@@ -248,6 +249,7 @@ def test_several_dtypes_at_once() -> None:
         assert_equals(found, jax.jit(plain(fun, (0, 1)))(x, y), 2e-2)
 
 
+@pytest.mark.slow
 def test_keywords_aux_and_values() -> None:
     def fun(x: Any, indices: Any, *, power: int) -> Any:
         return x[indices] ** power, {"sum": x.sum(), "power": power}
@@ -263,6 +265,7 @@ def test_keywords_aux_and_values() -> None:
     assert_equals(traced, dense_of(found))
 
 
+@pytest.mark.slow
 def test_models() -> None:
     model = nnx.Sequential(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), jnp.tanh, nnx.Linear(2, 2, rngs=nnx.Rngs(1)))
     x = jnp.arange(3.0)
@@ -286,6 +289,7 @@ def test_random_keys_and_outer_traces() -> None:
     np.testing.assert_allclose(stacked, 4 * LONGS, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_products_with_the_result() -> None:
     found, expected = jacobian(bands, sparsity="auto")(LONG), jax.jit(jax.jacfwd(bands))(LONG)
     np.testing.assert_allclose(found @ LONG, expected @ LONG, rtol=1e-5)
@@ -541,6 +545,7 @@ def test_one_entry_that_is_missing_is_caught(lost: int) -> None:
             jacobian(arrow, mode=mode, sparsity=lacking, check=True)(LONG)
 
 
+@pytest.mark.slow
 def test_the_probe_names_wrong_entries_in_trees_and_reverse_mode() -> None:
     wrong = jax.tree.map(lambda x: np.asarray(x) != 0, jax.jacfwd(tree)(POINT, 3.0))
     wrong["b"]["y"] = np.zeros_like(wrong["b"]["y"])
@@ -555,6 +560,7 @@ def test_the_probe_names_wrong_entries_in_trees_and_reverse_mode() -> None:
         hilly(X)
 
 
+@pytest.mark.slow
 def test_the_probe_accepts_infinities_and_rounding() -> None:
     steep = jnp.asarray([0.0, 1.0, 4.0])
     assert not np.isfinite(jacobian(jnp.sqrt, sparsity="auto", check=True)(steep).data[0])
@@ -655,6 +661,7 @@ def test_an_incompatible_asdex_is_distinguished_from_a_missing_one(
         jacobian(jnp.sum, sparsity="auto")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [0, 2**20])
 def test_seeds_may_be_constants_or_compared(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compressed, "_FOLDED", limit)

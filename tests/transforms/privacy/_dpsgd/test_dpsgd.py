@@ -870,6 +870,7 @@ def test_an_optimizer_that_evaluates_the_loss_is_refused(optimizer: Any, needs: 
             make(optimizer=optimizer).init(model, key=jax.random.key(0))
 
 
+@pytest.mark.slow
 def test_optimizers_that_need_more_than_a_transformation() -> None:
     """Without noise and clipping, a step over all examples is one of ordinary gradients."""
     settings: Any = {"noise_multiplier": 0.0, "l2_clip_norm": 1e3, "expected_batch_size": N}

@@ -154,6 +154,7 @@ def test_every_dtype(dtype: Any, method: str) -> None:
         chex.assert_trees_all_close(np.float32(aux.grad_norms), norms, rtol=tolerance)
 
 
+@pytest.mark.slow
 def test_a_transform_before_clipping() -> None:
     doubled = clipped_grad(
         loss, l2_clip_norm=1.37, batch_argnums=(1, 2), pre_clipping_transform=lambda g: {"twice": 2 * g["w"]}
@@ -211,6 +212,7 @@ def test_modules_and_their_explanation() -> None:
     assert by_method(TOKENS, 2.0).shape == ()
 
 
+@pytest.mark.slow
 def test_members_of_an_ensemble_train_with_clipped_gradients() -> None:
     ens = Ensemble.create(Net, 2, seed=0)
 

@@ -84,6 +84,7 @@ def test_a_window_and_a_result_of_many_positions_are_left_to_xla():
     assert convolutions(of, kernel, x) > 0
 
 
+@pytest.mark.slow
 def test_derivatives_go_through_what_the_loss_closes_over():
     def total(of):
         def loss(params, scale):

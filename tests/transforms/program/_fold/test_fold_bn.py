@@ -291,6 +291,7 @@ def test_a_norm_after_any_convolution_folds(n: int, settings: dict[str, Any]) ->
     assert {name: value.shape for name, value in new_params.items()} == {"b": (6,), "w": params["w"].shape}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padding", ["SAME", "VALID", "CIRCULAR"])
 def test_norms_after_modules_fold(padding: str) -> None:
     # A transposed convolution with circular padding sums parts of its output.
@@ -680,6 +681,7 @@ def test_a_batch_norm_of_gated_or_scaled_inputs_is_a_candidate() -> None:
     assert [row.what for row in report.kept] == ["per-channel scale", "batch norm"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 2])
 def test_norms_of_modules_are_kept_as_norms_by_statistics_of_data(batch: int) -> None:
     model = Norms(nnx.Rngs(0))
@@ -882,6 +884,7 @@ class ResNet18(nnx.Module):
         return self.head(x.mean((1, 2)))
 
 
+@pytest.mark.slow
 def test_resnet18_is_folded_completely() -> None:
     model = ResNet18((4, 5, 6, 8), nnx.Rngs(0))
     norms = [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.BatchNorm)]

@@ -572,6 +572,7 @@ def test_eager_counts_each_operation_of_scans_loops_and_branches() -> None:
     assert found.attributed == pytest.approx(1.0, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_eager_states_that_its_sum_is_not_the_jitted_time(cnn: CNN) -> None:
     found = profile(cnn, IMAGES, mode="eager", repeats=2)
     heading = found.table().splitlines()[0]
@@ -684,6 +685,7 @@ def test_a_program_that_cannot_be_read_is_refused() -> None:
             HloProgram(f"HloModule m\n\nENTRY %main (y: f32[2]) -> f32[2] {{\n  {line}\n}}\n")
 
 
+@pytest.mark.slow
 def test_a_step_whose_state_holds_a_split_model() -> None:
     """`DPState` holds a model as arrays and structure, which is no model of the caller."""
     loss = lambda model, x: jnp.mean(model(x) ** 2)
