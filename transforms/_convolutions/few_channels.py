@@ -13,7 +13,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from .._core.jaxpr import aval, bodies, called, evaluate, interpret, with_inner
+from .._core.jaxpr import at_source, aval, bodies, called, evaluate, interpret, with_inner
 from .as_products import INTO_CALLS, WITH_BODIES, is_permuted, plain, visit, with_bodies
 
 
@@ -30,7 +30,8 @@ def run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
 def _visit(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
     name = eqn.primitive.name
     if name in INTO_CALLS:
-        return interpret(*called(eqn), values, _visit)
+        with at_source(eqn):
+            return interpret(*called(eqn), values, _visit)
     if name in WITH_BODIES:
         slow = any(map(has_few_channels, bodies(eqn)))
         return evaluate(with_bodies(eqn, run) if slow else eqn, *map(plain, values))
