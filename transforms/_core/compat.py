@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -86,46 +87,45 @@ def loaded(payload: bytes, in_tree: Any, out_tree: Any, devices: Sequence[Any]) 
     return deserialize_and_load(payload, in_tree, out_tree, backend=devices[0].client, execution_devices=tuple(devices))
 
 
-def dispatched(call: Callable[..., tuple[Any, Any]]) -> Callable[..., Any]:
-    """Return a function that finds compiled programs for its arguments as `jax.jit` does, without Python.
+class Dispatched:
+    """A compiled program behind the dispatch of `jax.jit`, which compares types of arguments without Python.
 
-    Args:
-      call: called for other types of arguments than before; returns the result, and what `ready` returned or None. If
-        it is None, the next call with such arguments comes here again.
+    Calling it raises TypeError for arguments of other types than those of earlier calls of `first`.
     """
 
-    def missed(*args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
-        out, found = call(*args, **kwargs)
-        return out, found, found is None
+    def __init__(self, compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out_tree: Any) -> None:
+        """Prepare it.
 
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)[0]
+        Args:
+          compiled: a program that was compiled for the leaves of the arguments.
+          args: the positional arguments.
+          kwargs: the keyword arguments.
+          out_tree: the structure of the result; the program's own may have more structure, but no more leaves.
 
-    try:
-        from jax._src.interpreters.pxla import JitGlobalCppCacheKeys, cc_shard_arg
-        from jax._src.lib import _jax
-        from jax._src.tree_util import dispatch_registry
+        Raises:
+          AttributeError: the program must run through Python, such as one with callbacks; or a private attribute of JAX
+            is missing.
+        """
+        self._executable, self._allowed = compiled._executable, 0  # the thread that may run it with other types
+        in_tree = jax.tree.structure((args, kwargs))
+        params = compiled._params._replace(executable=self, in_tree=in_tree, out_tree=out_tree)
+        self.run: Callable[..., Any] = self._executable.create_cpp_call(params)
+        if self.run is None:
+            raise AttributeError("the program must run through Python")
 
-        return _jax.pjit("aot", slow, missed, [], [], JitGlobalCppCacheKeys(), dispatch_registry, cc_shard_arg)
-    except (ImportError, AttributeError, TypeError):  # private to JAX
-        return slow
+    def first(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the program with arguments of types for which it was compiled, and remember these types."""
+        self._allowed = threading.get_ident()
+        try:
+            return self.run(*args, **kwargs)
+        finally:
+            self._allowed = 0
 
-
-def ready(compiled: Any, out_tree: Any) -> Callable[..., tuple[Any, Any]] | None:
-    """Return a function of the arguments that runs a program; it returns the result, and what `dispatched` keeps.
-
-    Args:
-      compiled: a program that was compiled for the leaves of the arguments.
-      out_tree: the structure of the result; the program's own may have more structure, but no more leaves.
-
-    Returns:
-      The function, or None for a program that must run through Python, such as one with callbacks.
-    """
-    try:
-        program = compiled._executable.create_cpp_call(compiled._params._replace(out_tree=out_tree))
-    except AttributeError:  # private to JAX
-        return None
-    return program and (lambda *leaves: program._cache_miss(*leaves)[:2])
+    def call(self, *args: Any) -> Any:
+        """Execute the program; JAX calls this for types that it does not know."""
+        if self._allowed != threading.get_ident():
+            raise TypeError("arguments of other types")
+        return self._executable.call(*args)
 
 
 def devices_of(compiled: Any) -> list[Any]:

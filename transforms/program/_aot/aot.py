@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from ..._core.arguments import argument_name, check_callable, describe, leaf_name, wrap_like
-from ..._core.compat import dispatched, inside_a_transform
+from ..._core.compat import Dispatched, inside_a_transform
 from ..._models.mutation import update, with_changes
 from ..._models.split_model import bound_model, merge_tree, models_of, refuse_shared_state, split_tree, splits_of
 from .._compile_cache import checked_directory
@@ -132,17 +132,24 @@ def aot(
     programs: dict[Any, AotProgram] = {}
     without_models = set()
     lock = threading.RLock()  # only one thread makes a first call
+    dispatched: dict[Any, Dispatched | None] = {}
+    last: Callable[..., Any] | None = None  # the program of the last call, one of these
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if config.jax_debug_nans or config.jax_debug_infs:  # `dispatched` does not see them
+        if config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs:
             return fun(*args, **kwargs)
-        return known(*args, **kwargs)
+        if last is not None:
+            try:
+                return last(*args, **kwargs)
+            except TypeError:  # arguments of other types
+                pass
+        return searched(*args, **kwargs)
 
-    @dispatched
-    def known(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def searched(*args: Any, **kwargs: Any) -> Any:
         """Run the program for these arguments; load or compile it at the first call with such arguments."""
-        if config.jax_disable_jit or inside_a_transform():
-            return fun(*args, **kwargs), None
+        nonlocal last
+        if inside_a_transform():
+            return fun(*args, **kwargs)
         models, split = [], None
         leaves, structure = jax.tree.flatten((owner, args, kwargs))
         if structure not in without_models:  # looking for models takes longer than the rest of a call
@@ -168,12 +175,18 @@ def aot(
                 if program is None or program.stale:
                     call = CallSignature(fun, function, key, verify, [abstract(x) for x in leaves], structure)
                     program = programs[kind] = prepare(call, directory, programs.values())
-        if program.direct and not models and program.line is None:
-            return program.direct(*leaves)
+        if program.line is None and not models:
+            # One for each type of arguments, such as of NumPy or JAX: JAX remembers for which types a call has failed.
+            exact = kind, *map(type, leaves)
+            if exact not in dispatched:
+                dispatched[exact] = program.dispatched(args, kwargs)
+            if (found := dispatched[exact]) is not None:
+                last = found.run
+                return found.first(*args, **kwargs)
         out, changed = program.run(*leaves)
         if any(changed):
             update("aot", models, splits_of(split), with_changes(splits_of(split), changed))
-        return merge_tree(out) if program.returns_models else out, None
+        return merge_tree(out) if program.returns_models else out
 
     return wrap_like(fun, "aot", run, lambda fun: aot(fun, path, key=key, verify=verify))
 

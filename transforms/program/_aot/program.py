@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from ..._core.compat import devices_of, loaded, ready, serialized
+from ..._core.compat import Dispatched, devices_of, loaded, serialized
 from ..._models.split_model import SplitModel
 from . import program_file as file
 from .call_structure import described, nodes, read, written
@@ -42,7 +42,6 @@ class AotProgram:
       line: the JSON line of the file while the program waits to be compared with `fun`; otherwise None.
       stale: whether the comparison found a difference.
       returns_models: whether its result contains split models.
-      direct: `run` as `dispatched` needs it, without the changes of models; None if it has models or callbacks.
     """
 
     def __init__(self, call: CallSignature, path: Path, run: Any, line: dict[str, Any] | None = None) -> None:
@@ -50,7 +49,14 @@ class AotProgram:
         # From the structure of the result, since searching every result for split models would take time.
         self.returns_models = any(x.node_data() and x.node_data()[0] is SplitModel for x in nodes(run.out_tree))
         out, changed = run.out_tree.children()
-        self.direct = None if self.returns_models or changed.num_leaves else ready(run, out)
+        self._out = None if self.returns_models or changed.num_leaves else out
+
+    def dispatched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched | None:
+        """Return the program for later calls with such arguments, or None if it has models or callbacks."""
+        try:
+            return None if self._out is None else Dispatched(self.run, args, kwargs, self._out)
+        except AttributeError:
+            return None
 
     def compare(self, lower: Callable[[], Lowered]) -> None:
         """Compare the loaded program with `fun`, which `lower` traces and lowers.
@@ -154,13 +160,13 @@ def prepare(call: CallSignature, directory: Path, known: Collection[AotProgram])
                     atexit.register(_compare_all)
             return program
     except file.Unfit as unfit:
-        warnings.warn(f"aot: {path} {unfit}; the program is compiled again, and the file replaced.", stacklevel=5)
+        warnings.warn(f"aot: {path} {unfit}; the program is compiled again, and the file replaced.", stacklevel=4)
     compiled = lower().program.compile()
     try:
         file.write(path, {"program": identity} | _line(call, lower(), compiled), serialized(compiled))
     except Exception as error:  # of many types, depending on the program
         message = f"aot: {path} cannot be written ({error}); other processes will compile the program again."
-        warnings.warn(message, stacklevel=5)
+        warnings.warn(message, stacklevel=4)
     return AotProgram(call, path, compiled)
 
 

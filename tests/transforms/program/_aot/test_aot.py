@@ -674,8 +674,8 @@ def test_later_calls_are_dispatched_as_those_of_jit(key, tmp_path, monkeypatch):
     for process in range(2):  # the second finds the file
         ours = aot(fun, tmp_path, key=key)
         searches.clear()
-        for call in range(5):
-            for x in (X, jnp.asarray(X), jnp.asarray(X, jnp.bfloat16), 2, 2.0):
+        for x in (X, jnp.asarray(X), jnp.asarray(X, jnp.bfloat16), 2, 2.0):
+            for call in range(5):
                 arguments = {"parts": {"a": [x + call], "b": None, "c": (X,)}, "factor": 0.5}
                 results = ours(x, **arguments), expected(x, **arguments)
                 assert jax.tree.structure(results[0]) == jax.tree.structure(results[1])
