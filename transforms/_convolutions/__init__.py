@@ -8,12 +8,13 @@ file traces a function and evaluates its program with products in place of convo
   of any layout, grouping, stride, dilation and padding become one product each, pooling and its gradient become slices,
   and arrays keep the batch as their innermost axis from one operation to the next;
 - `in_scans.py` rewrites a function that will be differentiated inside a loop (`with_scannable_gradients`): forward
-  convolutions stay if their layout is one at which XLA is fast, and only the derivatives become products;
+  convolutions stay if their layout is one at which XLA is fast, and only the derivatives become products, those of
+  `by_rows.py` where they can;
 - `few_channels.py` rewrites a forward pass: only convolutions with few channels or with groups become products.
 
-`convolved` in `as_products.py` turns a convolution into a product, in one of three ways: the weights times the patches
-of the input; the weights times the whole input, whose shifted parts, one for each window position, are added up; or one
-slice of the input for each position of a small result. The choice depends on the sizes of window, result and operands.
-If window and result both have many positions, it stays a convolution. For the gradient of each example, see
-`privacy/_per_example/rules.py`.
+`convolution.py` describes one convolution. `convolved` in `as_products.py` turns a convolution into a product, in one
+of three ways: the weights times the patches of the input; the weights times the whole input, whose shifted parts, one
+for each window position, are added up; or one slice of the input for each position of a small result. The choice
+depends on the sizes of window, result and operands. If window and result both have many positions, it stays a
+convolution. For the gradient of each example, see `privacy/_per_example/rules.py`.
 """

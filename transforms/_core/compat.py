@@ -106,7 +106,7 @@ class Dispatched:
           AttributeError: the program must run through Python, such as one with callbacks; or a private attribute of JAX
             is missing.
         """
-        self._executable, self._allowed = compiled._executable, 0  # the thread that may run it with other types
+        self._executable, self._thread = compiled._executable, threading.local()
         in_tree = jax.tree.structure((args, kwargs))
         params = compiled._params._replace(executable=self, in_tree=in_tree, out_tree=out_tree)
         self.run: Callable[..., Any] = self._executable.create_cpp_call(params)
@@ -115,15 +115,15 @@ class Dispatched:
 
     def first(self, *args: Any, **kwargs: Any) -> Any:
         """Run the program with arguments of types for which it was compiled, and remember these types."""
-        self._allowed = threading.get_ident()
+        self._thread.in_first = True
         try:
             return self.run(*args, **kwargs)
         finally:
-            self._allowed = 0
+            self._thread.in_first = False
 
     def call(self, *args: Any) -> Any:
         """Execute the program; JAX calls this for types that it does not know."""
-        if self._allowed != threading.get_ident():
+        if not getattr(self._thread, "in_first", False):
             raise TypeError("arguments of other types")
         return self._executable.call(*args)
 

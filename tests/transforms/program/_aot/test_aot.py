@@ -13,6 +13,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 
 from plurax.ensemble import Ensemble
 from plurax.transforms import grad
-from plurax.transforms._core.compat import inside_a_transform
+from plurax.transforms._core.compat import Dispatched, inside_a_transform
 from plurax.transforms.program import aot
 
 X = np.cos(np.arange(12.0)).reshape(3, 4).astype(np.float32)
@@ -686,6 +687,22 @@ def test_later_calls_are_dispatched_as_those_of_jit(key, tmp_path, monkeypatch):
         assert len(searches) <= 5 + (key is not None and process == 1)
         with jax.disable_jit():
             assert isinstance(ours(2.0, parts={"a": [1.0], "b": None}, factor=0.5)[0]["sum"], float)
+
+
+def test_two_threads_may_have_their_first_call_at_once():
+    compiled = jax.jit(double).lower(X).compile()
+    program, both = Dispatched(compiled, (X,), {}, compiled.out_tree), threading.Barrier(2, timeout=20)
+    with pytest.raises(TypeError, match="other types"):
+        program.run(X)
+
+    def meeting(x: Any) -> Any:
+        both.wait()
+        return program.call(x)
+
+    program.run = meeting
+    with ThreadPoolExecutor(2) as pool:
+        for (out,) in pool.map(program.first, [X, X]):
+            np.testing.assert_array_equal(out, 2 * X)
 
 
 def test_the_warning_is_at_the_line_of_the_call(tmp_path):
