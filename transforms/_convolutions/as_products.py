@@ -33,7 +33,7 @@ _MOST_SLICES = 64
 
 WITH_BODIES = frozenset({"scan", "while", "cond"}) | REMAT
 # Interpreted rather than evaluated, so that permuted arrays pass through calls: activation functions are calls.
-INTO_CALLS = frozenset(CALLS) - WITH_BODIES
+_INTO_CALLS = frozenset(CALLS) - WITH_BODIES
 
 
 def convolutions_as_products(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,19 +110,25 @@ class _Permuted:
     order: tuple[int, ...]
 
 
-def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    return [plain(x) for x in interpret(jaxpr, consts, args, visit)]
+def run_chosen(
+    chosen: Callable[[JaxprEqn, list[Any]], bool], jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]
+) -> list[Any]:
+    """Evaluate a program, with those convolutions and poolings rewritten for which `chosen(eqn, values)` is true."""
+    return [plain(x) for x in interpret(jaxpr, consts, args, partial(_visit, chosen))]
 
 
-def visit(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+_run = partial(run_chosen, lambda *_: True)
+
+
+def _visit(chosen: Callable[[JaxprEqn, list[Any]], bool], eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
     """Return the results of one operation; elementwise operations keep permuted arrays permuted."""
     name = eqn.primitive.name
-    if name in INTO_CALLS:
+    if name in _INTO_CALLS:
         with at_source(eqn):
-            return interpret(*called(eqn), values, visit)
+            return interpret(*called(eqn), values, partial(_visit, chosen))
     if name in WITH_BODIES and any(map(has_convolution, bodies(eqn))):
-        eqn = with_bodies(eqn, _run)
-    if name in _PRODUCTS_AND_SLICES:
+        eqn = with_bodies(eqn, partial(run_chosen, chosen))
+    if name in _PRODUCTS_AND_SLICES and chosen(eqn, values):
         with at_source(eqn):
             out = _PRODUCTS_AND_SLICES[name](eqn, *values)
         if out is not None:  # None: the operation is not rewritten, but evaluated below

@@ -8,45 +8,29 @@ images of 14 to 28 pixels; benchmarks/ensemble.md).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
-from .._core.jaxpr import at_source, aval, bodies, called, evaluate, interpret, with_inner
-from .as_products import INTO_CALLS, WITH_BODIES, is_permuted, plain, visit, with_bodies
-
-
-def has_few_channels(jaxpr: Jaxpr) -> bool:
-    """Return whether a program contains a convolution that this file rewrites, at any depth."""
-    return any(map(_is_slow, with_inner(jaxpr.eqns)))
+from .._core.jaxpr import aval
+from .as_products import is_permuted, run_chosen
 
 
-def run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """Evaluate a program with these convolutions as products, and the pooling after them as slices."""
-    return [plain(x) for x in interpret(jaxpr, consts, args, _visit)]
-
-
-def _visit(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-    name = eqn.primitive.name
-    if name in INTO_CALLS:
-        with at_source(eqn):
-            return interpret(*called(eqn), values, _visit)
-    if name in WITH_BODIES:
-        slow = any(map(has_few_channels, bodies(eqn)))
-        return evaluate(with_bodies(eqn, run) if slow else eqn, *map(plain, values))
-    if _is_slow(eqn) or (any(map(is_permuted, values)) and name != "conv_general_dilated"):
-        return visit(eqn, values)
-    return evaluate(eqn, *map(plain, values))
+def _is_chosen(eqn: JaxprEqn, values: list[Any]) -> bool:
+    """Return whether to rewrite a convolution, or the pooling after one that was rewritten."""
+    return _is_slow(eqn) if eqn.primitive.name == "conv_general_dilated" else any(map(is_permuted, values))
 
 
 def _is_slow(eqn: JaxprEqn) -> bool:
-    """Return whether an operation is a convolution that XLA computes slowly."""
-    if eqn.primitive.name != "conv_general_dilated":
-        return False
+    """Return whether XLA computes a convolution slowly."""
     kernel, (features, channels, *window) = aval(eqn.invars[1]), eqn.params["dimension_numbers"].rhs_spec
     groups = eqn.params["feature_group_count"] * eqn.params["batch_group_count"]
     # XLA computes a window of one position as a product already.
     has_window = any(kernel.shape[i] > 1 for i in window)
     few = kernel.shape[channels] < 8 and kernel.shape[features] <= (32 if kernel.shape[channels] == 3 else 16)
     return has_window and (groups > 1 or few)
+
+
+# Evaluates a program (jaxpr, consts, args) with these convolutions as products.
+run = partial(run_chosen, _is_chosen)
