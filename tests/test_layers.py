@@ -26,6 +26,7 @@ LAYERS = {
         "_linear _jacobian",
         "_curvature",
         "modules privacy program",
+        "_statistics",
         "__init__",
     ],
     "transforms.privacy": ["_per_example", "_dpsgd", "__init__"],

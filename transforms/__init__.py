@@ -31,7 +31,8 @@ Source layout, lowest layer first; the docstring of each folder describes its fi
 - `_convolutions`: convolutions as matrix products, for CPUs; `_runs`: the loop, history, checkpoints and files of
   long runs;
 - `privacy`: per-sample and clipped gradients, DP-SGD; `program`: profiling and rewriting of programs; `modules`:
-  parameters of Flax modules. These three are public.
+  parameters of Flax modules. These three are public;
+- `_statistics`: inner products, moments, kernels and projections of per-sample gradients.
 """
 
 from ._core.version import __version__ as __version__
@@ -44,6 +45,11 @@ from ._jacobian.batch import batch_jacobian
 from ._jacobian.hessian import hessian
 from ._jacobian.jacobian import jacfwd, jacobian, jacrev
 from ._linear import jvp, linearize, vjp
+from ._statistics.gram import per_sample_gram
+from ._statistics.moments import per_sample_moments
+from ._statistics.noise_scale import gradient_noise_scale
+from ._statistics.ntk import empirical_ntk, ntk_vp
+from ._statistics.projection import per_sample_jvp, per_sample_projection
 from ._taylor import derivative
 from ._vmap import vmap
 from .privacy import clipped_grad, per_sample_grad, per_sample_norm
@@ -54,8 +60,10 @@ __all__ = [
     "clipped_grad",
     "derivative",
     "dual",
+    "empirical_ntk",
     "gnvp",
     "grad",
+    "gradient_noise_scale",
     "hessian",
     "hessian_diagonal",
     "hessian_trace",
@@ -67,8 +75,13 @@ __all__ = [
     "jvp",
     "laplacian",
     "linearize",
+    "ntk_vp",
     "per_sample_grad",
+    "per_sample_gram",
+    "per_sample_jvp",
+    "per_sample_moments",
     "per_sample_norm",
+    "per_sample_projection",
     "value_and_grad",
     "value_grad_and_hvp",
     "vhp",

@@ -78,7 +78,7 @@ class OuterProduct(NamedTuple):
 
     def terms(self) -> jax.Array:
         """Sum the squared norms of the terms of each example's gradient, one for each position: shape (batch,)."""
-        left, right = (_magnitudes(widened(x)).sum(3) for x in (self.left, self.right))
+        left, right = (magnitudes(widened(x)).sum(3) for x in (self.left, self.right))
         # A bound on rounding errors must stay positive if one factor underflows to zero, however large the other is.
         least = float(jnp.finfo(left.dtype).tiny) ** 0.8
         return ((left + least) * (right + least)).sum((1, 2))
@@ -138,7 +138,7 @@ class RowSparse(NamedTuple):
 
     def terms(self) -> jax.Array:
         """Sum the squared norms of the rows taken: shape (batch,)."""
-        return _magnitudes(widened(self.right)).sum((1, 2, 3))
+        return magnitudes(widened(self.right)).sum((1, 2, 3))
 
     def eps(self) -> float:
         """Return the relative rounding error of a term of the weighted sum."""
@@ -176,7 +176,7 @@ class Dense(NamedTuple):
 
     def squared_norm(self) -> jax.Array:
         """Return the squared norm of each example's gradient, in float32 or wider: shape (batch,)."""
-        return _magnitudes(widened(self.gradients)).sum(tuple(range(1, self.gradients.ndim)))
+        return magnitudes(widened(self.gradients)).sum(tuple(range(1, self.gradients.ndim)))
 
     def terms(self) -> jax.Array:
         """Return the squared norm: the gradient is one term."""
@@ -343,6 +343,6 @@ def wide(dtype: Any, asked: Any = None) -> Any:
     return found if asked is None or jnp.dtype(asked).itemsize < 4 else jnp.promote_types(found, asked)
 
 
-def _magnitudes(x: jax.Array) -> jax.Array:
+def magnitudes(x: jax.Array) -> jax.Array:
     """Return the squared magnitudes; they are real for complex `x` too."""
     return jnp.square(x.real) + jnp.square(x.imag) if jnp.iscomplexobj(x) else jnp.square(x)

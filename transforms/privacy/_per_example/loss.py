@@ -110,6 +110,8 @@ class PerExample:
       prng_argnum: the position of a key to split into one key for each example.
       args: the positional arguments.
       kwargs: the keyword arguments, which have the examples along axis 0 too.
+      scalar: whether `fun` returns a real scalar; otherwise an array of outputs, with an axis of size 1 for the example
+        if `keep_batch_dim`.
 
     Attributes:
       parameters: the parameters, a flat list of arrays.
@@ -129,8 +131,9 @@ class PerExample:
         prng_argnum: int | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        scalar: bool = True,
     ) -> None:
-        self._api, self._has_aux, self._keep = api, has_aux, keep_batch_dim
+        self._api, self._has_aux, self._keep, self._scalar = api, has_aux, keep_batch_dim, scalar
         self._call = Call(api, fun, argnums, has_aux, args, kwargs, integers=True, filters=filters)
         self._call.check_floating()
         self.parameters, self._treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, self._call.primals))
@@ -176,7 +179,10 @@ class PerExample:
         if self._prng is not None:
             batch[self._prng] = keys
         value, aux = self._call.evaluate(jax.tree.unflatten(self._treedef, list(parameters)), batch, kwargs)
-        scalar_seed(f"{self._api}: fun", value, "return the loss of one example")
+        if self._scalar:
+            scalar_seed(f"{self._api}: fun", value, "return the loss of one example")
+        else:
+            value = _outputs(self._api, value, self._keep)
         # Convert numbers to arrays, so that they are returned for each example like all arrays.
         numbers = (bool, int, float, complex, np.ndarray, np.generic)
         aux = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, numbers) else x, aux)
@@ -206,6 +212,19 @@ class PerExample:
         values = jax.tree.unflatten(self._treedef, list(leaves))
         forms = self._call.form.gradients(values)
         return forms[0] if bare else forms
+
+
+def _outputs(api: str, value: Any, keep_batch_dim: bool) -> jax.Array:
+    """Return the outputs for one example; raise if `value` is not an array of them."""
+    shape, dtype = getattr(value, "shape", ()), getattr(value, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"{api}: fun must return a real floating-point array of outputs, but it returned {describe(value)}."
+        )
+    if keep_batch_dim and shape[:1] != (1,):
+        given = f"for a batch of one example it returned {describe(value)}"
+        raise ValueError(f"{api}: fun must map a batch to outputs along axis 0, but {given}.")
+    return value[0] if keep_batch_dim else value
 
 
 class ExampleProgram:

@@ -31,10 +31,13 @@ class ExampleGradients:
       spmd_axis_name: as for `jax.vmap`.
       inside_from: the number of the first use whose norm is computed inside the backward pass if possible, and whose
         gradients are summed in a second pass; None to keep the forms of all uses for the sum.
+      seed: the cotangent of each example's output, of one shape for all; None for ones.
 
     Attributes:
       values: the loss of each example.
       aux: the auxiliary output of each example.
+      uses: the parameter uses of the program.
+      groups: the numbers of the uses that share elements of parameters, each with the forms that `merged` returns.
       held: materialized gradients of the parameters whose uses have no common form, by the index of the parameter.
     """
 
@@ -44,11 +47,12 @@ class ExampleGradients:
         examples: Sequence[Any],
         spmd_axis_name: str | None = None,
         inside_from: int | None = None,
+        seed: Any = None,
     ) -> None:
         if program.refusal:  # `first_that_traces` then falls back to `jax.grad`
             raise NotImplementedError(program.refusal)
         self._program, self._plan, self._parameters = program, program.plan, program.parameters
-        self._uses, self._spmd = program.uses, spmd_axis_name
+        self.uses, self._spmd, self._seed = program.uses, spmd_axis_name, seed
         self._inside = None if inside_from is None else in_backward(self._plan, spmd_axis_name, inside_from)
         self._keeps = inside_from != 0  # whether forms of the first pass are kept for the sum
         zeros = zero_perturbations(self._plan, examples[0].shape[0], self._inside)
@@ -57,15 +61,15 @@ class ExampleGradients:
         # First the gradient of the operand of each use. Then, for each group of uses that share elements of the
         # parameters, as few forms as possible, or materialized gradients of these parameters.
         self._at_uses = self._forms_at_uses(records, cotangents)
-        groups = ([n for n in group if n in self._at_uses] for group in sharing(self._uses))
-        self._groups = [
-            (group, merged([(n, self._uses[n], self._at_uses[n]) for n in group])) for group in groups if group
+        groups = ([n for n in group if n in self._at_uses] for group in sharing(self.uses))
+        self.groups = [
+            (group, merged([(n, self.uses[n], self._at_uses[n]) for n in group])) for group in groups if group
         ]
-        self._forms = {n: form for _, forms in self._groups for n, form in (forms or {}).items()}
+        self._forms = {n: form for _, forms in self.groups for n, form in (forms or {}).items()}
         self.held: dict[int, jax.Array] = {}
-        for group, forms in self._groups:
+        for group, forms in self.groups:
             if forms is None:
-                for leaf, gradients in self._of_leaves(group).items():
+                for leaf, gradients in self.of_leaves(group).items():
                     self.held[leaf] = self.held.get(leaf, 0) + gradients
 
     def _backward(
@@ -94,25 +98,27 @@ class ExampleGradients:
         values, pull, (aux, records) = jax.vjp(lambda zeros: mapped(zeros, given, weights), zeros, has_aux=True)
         # No example's loss depends on another's zeros, so a cotangent of ones for all losses gives the cotangents of
         # each example separately.
-        (cotangents,) = pull(jnp.ones_like(values))
+        (cotangents,) = pull(
+            jnp.ones_like(values) if self._seed is None else jnp.broadcast_to(self._seed, values.shape)
+        )
         return values, aux, records, cotangents
 
     def _forms_at_uses(self, records: Records, cotangents: Perturbations) -> dict[int, GradientForm]:
         """Return the form of each example's gradient of the operand of each use that was recorded."""
         given = operands(
-            self._plan, self._parameters, frozenset(n for n, use in enumerate(self._uses) if use.first in records)
+            self._plan, self._parameters, frozenset(n for n, use in enumerate(self.uses) if use.first in records)
         )
         forms: dict[int, GradientForm] = {}
         for first in records:
-            together = [n for n, use in enumerate(self._uses) if use.first == first]
-            uses, fixed = [self._uses[n] for n in together], [given[n] for n in together]
+            together = [n for n, use in enumerate(self.uses) if use.first == first]
+            uses, fixed = [self.uses[n] for n in together], [given[n] for n in together]
             found = forms_at(uses, fixed, records[first], cotangents[first], self._spmd)
             forms |= zip(together, found, strict=True)
         return forms
 
-    def _of_leaves(self, numbers: Sequence[int]) -> dict[int, jax.Array]:
+    def of_leaves(self, numbers: Sequence[int]) -> dict[int, jax.Array]:
         """Materialize each example's gradients of the parameters of some uses."""
-        leaves = sorted(frozenset[int]().union(*(self._uses[n].value.leaves for n in numbers)))
+        leaves = sorted(frozenset[int]().union(*(self.uses[n].value.leaves for n in numbers)))
 
         def of_chosen(chosen: list[Any]) -> dict[int, Any]:
             changed = dict(zip(leaves, chosen, strict=True))
@@ -121,7 +127,7 @@ class ExampleGradients:
 
         _, pull = jax.vjp(of_chosen, [self._parameters[i] for i in leaves])
         # The dtype of a product may differ from that of its operand, which `pull` expects.
-        found = {n: self._at_uses[n].each().astype(self._uses[n].aval.dtype) for n in numbers}
+        found = {n: self._at_uses[n].each().astype(self.uses[n].aval.dtype) for n in numbers}
         (gradients,) = jax.vmap(pull, spmd_axis_name=self._spmd)(found)
         return dict(zip(leaves, gradients, strict=True))
 
@@ -131,7 +137,7 @@ class ExampleGradients:
         total: Any = jnp.zeros(self.values.shape, jnp.promote_types(self.values.dtype, jnp.float32))
         for form in [*self._forms.values(), *map(Dense, self.held.values())]:
             total = total + form.squared_norm()
-        for _, forms in self._groups:
+        for _, forms in self.groups:
             # A table that is both indexed and multiplied: ‖A + B‖² = ‖A‖² + ‖B‖² + 2⟨A, B⟩.
             rows = [form for form in (forms or {}).values() if isinstance(form, RowSparse)]
             factors = [form for form in (forms or {}).values() if isinstance(form, OuterProduct)]
@@ -160,7 +166,7 @@ class ExampleGradients:
         squares, twice = self.squared_norms, self._inside is not None
         eps = float(jnp.finfo(squares.dtype).eps)
         added, least = [], []
-        for group, forms in self._groups:
+        for group, forms in self.groups:
             for form in (forms or {}).values():
                 bounds = rounding([self._at_uses[n] for n in group], form, eps, twice)
                 added.append(bounds[0])
@@ -174,7 +180,7 @@ class ExampleGradients:
         grown = [form.eps() / 2 for form in self._forms.values() if isinstance(form, OuterProduct)]
         if twice:
             # Gradients have the dtype of the results by a rule, and that of the operand by the operation's derivative.
-            rounded = [use.dtypes()[1 if has_rule(use) else 0 :] for use in self._uses]
+            rounded = [use.dtypes()[1 if has_rule(use) else 0 :] for use in self.uses]
             grown += [2 * float(jnp.finfo(dtype).eps) for dtypes in rounded for dtype in dtypes]
         return norms * (1 + max(grown)) if grown and max(grown) > 4 * eps else norms
 
@@ -185,18 +191,18 @@ class ExampleGradients:
           inside: the uses whose norms are computed inside the backward pass, from forms of their own.
         """
         found: dict[int, GradientForm | None] = {}
-        for group, forms in self._groups:
+        for group, forms in self.groups:
             for n in group:
                 every = list((forms or {}).values())
                 alike = [form for form in every if isinstance(form, type(self._at_uses[n]))]
                 found[n] = next(iter([*alike, *every]), None)
         if inside is not None:
-            found |= {n: inside.summed(self._uses[n], self._at_uses[n]) for n in inside.uses}
+            found |= {n: inside.summed(self.uses[n], self._at_uses[n]) for n in inside.uses}
         return found
 
     def each(self) -> list[jax.Array]:
         """Materialize each example's gradient of every parameter: shape (batch, *parameter)."""
-        found = self._of_leaves(range(len(self._uses)))
+        found = self.of_leaves(range(len(self.uses)))
         batch = self.values.shape
         return [found.get(i, jnp.zeros((*batch, *x.shape), x.dtype)) for i, x in enumerate(self._parameters)]
 
@@ -207,7 +213,7 @@ class ExampleGradients:
           weights: shape (batch,).
           dtype: the dtype of the sum, if it is wider than float32 and the dtypes of the parameters.
         """
-        given, pull = self._wide_operands(frozenset(self._forms), dtype)
+        given, pull = self.wide_operands(frozenset(self._forms), dtype)
         found = {n: form.weighted(weights, dtype) for n, form in self._forms.items()}
         return self._summed(given, pull, found, weights, dtype)
 
@@ -248,7 +254,7 @@ class ExampleGradients:
     def _sum_at_uses(self, examples: Sequence[Any], weights: jax.Array, dtype: Any) -> list[jax.Array]:
         """Weight the gradient at each use, so that cotangents are rounded as in the first pass."""
         assert self._inside is not None
-        given, pull = self._wide_operands(self._inside.uses | self._forms.keys(), dtype)
+        given, pull = self.wide_operands(self._inside.uses | self._forms.keys(), dtype)
         zeros = {n: [varying(jnp.zeros_like(given[n]), varying_axes(given[n]))] for n in self._inside.uses}
         _, _, _, cotangents = self._backward(examples, zeros, self._inside._replace(lookups={}), weights)
         found = {n: form.weighted(weights, dtype) for n, form in self._forms.items()}
@@ -267,7 +273,7 @@ class ExampleGradients:
         values, pull = jax.vjp(lambda parameters: mapped(parameters, list(examples)), self._parameters)
         return pull(weights.astype(values.dtype))[0]
 
-    def _wide_operands(self, uses: frozenset[int], dtype: Any) -> tuple[dict[int, Any], Any]:
+    def wide_operands(self, uses: frozenset[int], dtype: Any) -> tuple[dict[int, Any], Any]:
         """Return the operands of uses in the dtype of the sum, and the function that pulls sums back to parameters."""
 
         def of_parameters(parameters: list[Any]) -> dict[int, Any]:

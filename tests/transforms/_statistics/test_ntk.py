@@ -1,0 +1,169 @@
+"""`empirical_ntk` and `ntk_vp`, against Jacobians that are held."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+from plurax.transforms import empirical_ntk, ntk_vp
+
+N, M, OUT = 6, 4, (2, 3)
+
+
+def parameters() -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    shapes = {"in": (5, 7), "bias": (7,), "tied": (7, 7), "kernel": (3, 3, 1, 2), "out": (28, 6)}
+    return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+
+
+def batch(size: int) -> Any:
+    return jnp.asarray(np.random.default_rng(size).normal(size=(size, 4, 5)), jnp.float32)
+
+
+def apply(p: Any, x: Any) -> Any:
+    """Use a matrix at several positions, a tied one, a kernel, and one at one position."""
+    hidden = jnp.tanh(jnp.tanh(x @ p["in"] + p["bias"]) @ p["tied"]) @ p["tied"].T
+    layout = ("NHWC", "HWIO", "NHWC")
+    image = jnp.sin(lax.conv_general_dilated(x[..., None], p["kernel"], (1, 1), "SAME", dimension_numbers=layout))
+    out = jnp.tanh(hidden.reshape(len(x), -1) @ p["out"]) * (1 + image.sum((1, 2, 3))[:, None])
+    return out.reshape(len(x), *OUT)
+
+
+def kernel(x1: Any, x2: Any) -> Any:
+    """Return the kernel (n, m, 2, 3, 2, 3) from Jacobians, in float64, and the sizes that errors are relative to."""
+    one, two = (
+        np.concatenate([np.float64(leaf).reshape(len(x), *OUT, -1) for leaf in jax.tree.leaves(jacobians)], axis=-1)
+        for x in (x1, x2)
+        for jacobians in [jax.jit(jax.jacrev(apply))(parameters(), x)]
+    )
+    norms = [np.linalg.norm(x, axis=-1) for x in (one, two)]
+    return np.einsum("iabp,jcdp->ijabcd", one, two), np.einsum("iab,jcd->ijabcd", *norms)
+
+
+# For each option, the indices that remain of (i, j, a, b, c, d).
+OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "all": ({}, "ijabcd->ijabcd"),
+    "first": ({"diagonal_axes": 0}, "ijabad->ijabd"),
+    "last": ({"diagonal_axes": (-1,)}, "ijabcb->ijabc"),
+    "both": ({"diagonal_axes": (1, 0)}, "ijabab->ijab"),
+    "trace": ({"trace": True}, "ijabab->ij"),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("chunks", [{}, {"chunk_size": 4}, {"memory_budget": "1MiB"}])
+def test_equal_to_held_jacobians(option: str, chunks: Any) -> None:
+    given, indices = OPTIONS[option]
+    ntk = jax.jit(empirical_ntk(apply, **given, **chunks))
+    for x1, x2 in ((batch(N), None), (batch(N), batch(M))):
+        expected, size = (np.einsum(indices, x) for x in kernel(x1, x1 if x2 is None else x2))
+        if option == "trace":
+            expected, size = expected / 6, size / 6
+        found = ntk(parameters(), x1) if x2 is None else ntk(parameters(), x1, x2)
+        assert found.shape == expected.shape
+        assert (np.abs(found - expected) <= 1e-5 * size).all()
+
+
+def test_every_way_of_multiplying_gives_the_same() -> None:
+    def every(p: Any, x1: Any, x2: Any) -> Any:
+        kernels = [empirical_ntk(apply, **given) for given, _ in OPTIONS.values()]
+        return [(ntk(p, x1), ntk(p, x1, x2)) for ntk in kernels]
+
+    with jax.enable_x64(True):
+        args = jax.tree.map(lambda x: x.astype(jnp.float64), (parameters(), batch(N), batch(M)))
+        found = []
+        for way in ("positions", "contraction", "blocks"):
+            with (
+                mock.patch("plurax.transforms._statistics.inner_products.way", return_value=way),
+                mock.patch("plurax.transforms._statistics.inner_products._room", return_value=700),
+                mock.patch(
+                    "plurax.transforms.privacy._per_example.gradient_forms.OuterProduct.smaller", return_value=True
+                ),
+            ):
+                found.append(jax.jit(lambda *args: every(*args))(*args))
+    for other in found[1:]:
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 0, 1e-10 * np.abs(y).max()), other, found[0])
+
+
+def test_the_activations_are_not_repeated_for_each_output() -> None:
+    """The kernel of one wide layer: two products, and no array with activations for each output."""
+    width, outputs, size = 128, 10, 9
+    x, w = jnp.ones((size, width)), jnp.ones((width, outputs))
+    text = jax.jit(empirical_ntk(lambda w, x: jnp.tanh(x @ w))).lower(w, x).compile().as_text()
+    for shape in (f"[{size},{outputs},{width}]", f"[{outputs},{size},{width}]", f"[{size * outputs},{width}]"):
+        assert shape not in text
+
+
+def test_products_with_vectors() -> None:
+    p, x = parameters(), batch(N)
+    v = jnp.asarray(np.random.default_rng(9).normal(size=(N, *OUT)), jnp.float32)
+    expected, size = kernel(x, x)
+    found = jax.jit(ntk_vp(apply))(p, x, v)
+    scale = np.einsum("ijabcd,jcd->iab", size, np.abs(v))
+    assert (np.abs(found - np.einsum("ijabcd,jcd->iab", expected, v)) <= 1e-5 * scale).all()
+    several = jax.vmap(ntk_vp(apply), (None, None, 0))(p, x, jnp.stack([v, -2 * v]))
+    np.testing.assert_allclose(several[1], -2 * found, 1e-4, 1e-4 * np.abs(found).max())
+
+
+def test_modules_members_and_derivatives() -> None:
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 4)), jnp.float32)
+    model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    of = lambda model, x: jnp.tanh(model(x))
+    found = empirical_ntk(of)(model, x)
+    graph, state = nnx.split(model)
+    pure = lambda state, x: of(nnx.merge(graph, state), x)
+    np.testing.assert_allclose(found, empirical_ntk(pure)(state, x), 1e-5)
+    v = jnp.ones((5, 3))
+    np.testing.assert_allclose(ntk_vp(of)(model, x, v), jnp.einsum("ijab,jb->ia", found, v), 1e-5)
+    members = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), state)
+    mapped = jax.vmap(empirical_ntk(pure, trace=True), (0, None))(members, x)
+    np.testing.assert_allclose(mapped[0], jnp.trace(found, axis1=2, axis2=3) / 3, 1e-5)
+    slope = jax.grad(lambda state: empirical_ntk(pure, trace=True)(state, x).sum())(state)
+
+    def by_hand(state: Any) -> Any:
+        rows = jnp.concatenate([y.reshape(5, 3, -1) for y in jax.tree.leaves(jax.jacrev(pure)(state, x))], axis=-1)
+        return jnp.einsum("iap,jap->", rows, rows) / 3
+
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-3, 1e-4), slope, jax.grad(by_hand)(state))
+
+
+def test_a_model_that_jax_cannot_map() -> None:
+    def of(p: Any, x: Any) -> Any:
+        return lax.ragged_dot(jnp.tanh(x), jnp.stack([p, jnp.cos(p)]), jnp.array([1, 2], jnp.int32))[0]
+
+    rng = np.random.default_rng(0)
+    p, x = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((3, 2), (4, 3, 3)))
+    rows = np.stack([[np.ravel(jax.grad(lambda p, row=row, i=i: of(p, row)[i])(p)) for i in range(2)] for row in x])
+    found = empirical_ntk(of, keep_batch_dim=False)
+    np.testing.assert_allclose(found(p, x), np.einsum("iap,jbp->ijab", rows, rows), 1e-4, 1e-5)
+    assert found.explain(p, x).method == "vmap"
+
+
+def test_what_is_refused() -> None:
+    p, x = parameters(), batch(N)
+    with pytest.raises(ValueError, match="empirical_ntk: trace=True sums over all outputs"):
+        empirical_ntk(apply, trace=True, diagonal_axes=0)
+    with pytest.raises(TypeError, match="empirical_ntk: diagonal_axes must be an int or a tuple of ints"):
+        empirical_ntk(apply, diagonal_axes="last")  # type: ignore[arg-type]
+    for axes in (2, (0, 0), (0, -2)):
+        with pytest.raises(ValueError, match="empirical_ntk: diagonal_axes=.* must be different axes of outputs"):
+            empirical_ntk(apply, diagonal_axes=axes)(p, x)
+    with pytest.raises(TypeError, match="empirical_ntk: pass the parameters, a batch x1"):
+        empirical_ntk(apply)(p)
+    with pytest.raises(TypeError, match="empirical_ntk: fun must return a real floating-point array of outputs"):
+        empirical_ntk(lambda p, x: (apply(p, x), 0))(p, x)
+    with pytest.raises(ValueError, match="empirical_ntk: fun must map a batch to outputs along axis 0"):
+        empirical_ntk(lambda p, x: apply(p, x)[0])(p, x)
+    with pytest.raises(ValueError, match="a sample of the other batch is"):
+        empirical_ntk(apply)(p, x, x[:, :2])
+    with pytest.raises(ValueError, match="ntk_vp: v is an array of shape"):
+        ntk_vp(apply)(p, x, jnp.ones(N))
+    with pytest.raises(TypeError, match="ntk_vp: pass the parameters, a batch x and a vector v"):
+        ntk_vp(apply)(p, x)

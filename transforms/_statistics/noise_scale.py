@@ -1,0 +1,112 @@
+"""`gradient_noise_scale`: the batch size up to which more samples make a step better in proportion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._core.arguments import Argnums, wrap_like
+from ..privacy._per_example.gradient_forms import magnitudes, wide
+from ..privacy._per_example.loss import PerExample, on_any_mesh, per_example
+from ..privacy._per_example.methods import Backward, MethodChoice
+from .statistic import Chunks, Statistic, check_two, in_chunks, report_of
+
+
+class NoiseScale(NamedTuple):
+    """The gradient noise scale of a batch, scalars in float32 or wider; none of them is clamped.
+
+    Attributes:
+      scale: noise / signal, in samples. It is negative if the estimate of the signal is.
+      signal: an unbiased estimate of the squared norm of the gradient of the whole distribution.
+      noise: an unbiased estimate of the trace of the covariance of per-sample gradients.
+    """
+
+    scale: jax.Array
+    signal: jax.Array
+    noise: jax.Array
+
+
+def gradient_noise_scale(
+    fun: Callable[..., Any],
+    argnums: Argnums = 0,
+    *,
+    batch_argnums: Argnums = 1,
+    keep_batch_dim: bool = True,
+    chunk_size: int | None = None,
+    memory_budget: int | str | None = None,
+) -> Statistic:
+    """Estimate the gradient noise scale from the gradients of one batch, without holding the gradients.
+
+    With gradients gᵢ of `batch` samples and their mean g, noise = Σᵢ ‖gᵢ - g‖² / (batch - 1) and
+    signal = ‖g‖² - noise / batch. A batch much smaller than scale = noise / signal wastes steps, a much larger one
+    wastes samples.
+
+    Args:
+      fun: as for `per_sample_grad`.
+      argnums: as for `per_sample_grad`.
+      batch_argnums: as for `per_sample_grad`.
+      keep_batch_dim: as for `per_sample_grad`.
+      chunk_size: the number of samples to compute at a time.
+      memory_budget: bytes, or a string as for `vmap`: the largest chunk whose compiled temporaries fit.
+
+    Returns:
+      A function of the same arguments that returns `NoiseScale(scale, signal, noise)`. A single batch gives a noisy
+      estimate of the signal, which may even be negative. So average signal and noise over steps, and divide then. Its
+      `.explain(*args)` reports the form of the gradients at each parameter use.
+
+    Raises:
+      TypeError, ValueError: as for `per_sample_grad`; fewer than two samples.
+
+    Cost:
+      About one forward and one backward pass, as for `clipped_grad`.
+
+    Source:
+      McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", appendix A.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from plurax.transforms import gradient_noise_scale
+      >>> found = gradient_noise_scale(lambda w, x: jnp.sum(x * w))(jnp.ones(1), jnp.array([1.0, 2.0, 6.0]))
+      >>> float(found.noise), round(float(found.signal), 4)  # 7, and 3² - 7 / 3
+      (7.0, 6.6667)
+    """
+    api = "gradient_noise_scale"
+    of_call = per_example(api, fun, argnums, batch_argnums)
+    chunks = Chunks(api, chunk_size, memory_budget)
+
+    def prepare(args: Any, kwargs: Any) -> tuple[PerExample, Callable[[MethodChoice], Any]]:
+        """Return the loss of a call, and a function that computes the sums by a route."""
+        of = of_call(False, keep_batch_dim, None, args, kwargs)
+        check_two(api, of)
+
+        def compute(route: MethodChoice) -> Any:
+            def of_some(examples: list[Any]) -> tuple[Any, Any]:
+                backward = Backward(of, examples, route)
+                ones = jnp.ones(len(examples[0]), jnp.float32)
+                return (backward.weighted_sum(ones, None), backward.squares.sum()), ()
+
+            return in_chunks(of_some, of.examples, route.examples)[0]
+
+        return of, compute
+
+    def scale(*args: Any, **kwargs: Any) -> NoiseScale:
+        """Return the noise scale for these arguments."""
+        of, compute = prepare(args, kwargs)
+        total, squares = chunks.first_that_traces(of, compute)[1]
+        n = of.size
+        dtype = wide(squares.dtype)
+        of_mean = sum((magnitudes(x / n).sum().astype(dtype) for x in total), jnp.zeros((), dtype))
+        noise = (squares - n * of_mean) / (n - 1)
+        signal = of_mean - noise / n
+        return NoiseScale(noise / signal, signal, noise)
+
+    def explain(*args: Any, **kwargs: Any) -> Any:
+        """Return the report for these arguments."""
+        of, compute = prepare(args, kwargs)
+        return report_of(of, chunks, compute)
+
+    on_mesh = on_any_mesh(api, fun, batch_argnums, scale, lambda out: out)
+    return Statistic(wrap_like(fun, api, on_mesh), on_any_mesh(api, fun, batch_argnums, explain))
