@@ -8,6 +8,7 @@ Input is a function that returns one real scalar (for `gnvp` a model and a loss)
 - `hessian_trace.py`: `hessian_diagonal` and `hessian_trace`, one second derivative along each unit vector, optionally
   in chunks or within a memory budget; `hutchinson_trace`, an estimate from products with random signs. `of_scalar` is
   the transform that these share with the Laplacian.
+- `directions.py`: derivatives along all directions, in one array as long as each moves one position of an axis.
 - `laplacian.py`: `laplacian`, the exact trace in one forward pass that carries each value with all its first
   derivatives and its Laplacian. For programs that it cannot trace it uses `hessian_trace.py`.
 

@@ -94,7 +94,8 @@ def hessian_trace(
       TypeError, ValueError: as for `hessian_diagonal`.
 
     Cost:
-      That of `hessian_diagonal`. `hutchinson_trace` estimates the trace at a cost that is independent of the dimension.
+      That of `hessian_diagonal`. `laplacian` computes the same in a third to two thirds of the operations for networks.
+      `hutchinson_trace` estimates the trace at a cost that is independent of the dimension.
 
     Source:
       Griewank and Walther 2008, "Evaluating Derivatives", chapter 13.
