@@ -16,7 +16,18 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-SCRIPTS = ("ensemble", "jacobian", "sparse", "program", "compile", "privacy", "dpsgd", "long_runs", "accelerators")
+SCRIPTS = (
+    "ensemble",
+    "jacobian",
+    "sparse",
+    "program",
+    "compile",
+    "privacy",
+    "gradient_statistics",
+    "dpsgd",
+    "long_runs",
+    "accelerators",
+)
 PAGES = ("README.md", "comparisons.md", *(f"{name}.md" for name in SCRIPTS))
 # From the palette of Okabe and Ito, which color-blind readers can distinguish.
 BLACK, ORANGE, SKY, GREEN, BLUE, RED = "#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00"

@@ -30,6 +30,7 @@ OTHERS = {
     "examples/multi_host.py",
     "examples/agents.py",
     "examples/control_flow.py",
+    "examples/gradient_statistics.py",
     "examples/laplacian.py",
     "examples/maxwell.py",
     "examples/profile_resnet.py",
@@ -52,6 +53,7 @@ SMALL = {
     "benchmarks/jacobian.py": ("--smoke",),
     "benchmarks/privacy.py": ("--smoke",),
     "benchmarks/dpsgd.py": ("--smoke",),
+    "benchmarks/gradient_statistics.py": ("--smoke",),
     "benchmarks/long_runs.py": ("--smoke",),
     "benchmarks/sparse.py": ("--smoke",),
     "benchmarks/program.py": ("--smoke",),
@@ -64,6 +66,18 @@ def test_the_gradients_of_each_sample(tmp_path):
     shown = run("examples/per_sample_gradients.py", "--batch", "2", "--steps", "20", "--out", str(tmp_path / "out"))
     assert "['dense1']['kernel']   outer product  inner products between positions: 1 per" in shown
     assert (tmp_path / "out" / "per_sample_gradients.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_what_gradients_tell(tmp_path):
+    small = ("--steps", "40", "--batch", "16", "--each", "5", "--points", "30", "--seconds", "1")
+    shown = run("examples/gradient_statistics.py", *small, "--out", str(tmp_path / "out"))
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if "│" in line]
+    assert all(float(row[3]) > 0 for row in rows[:4])
+    one, two = (float(x) for x in re.findall(r"digits?: (-?[0-9.]+[0-9])", " ".join(shown.split())))
+    assert one > two + 0.2
+    assert float(rows[5][2]) < float(rows[4][2])  # the natural gradient has the smaller error
+    assert (tmp_path / "out" / "gradient_statistics.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

@@ -125,19 +125,18 @@ def _sums(of: PerExample, examples: Sequence[Any], route: MethodChoice) -> tuple
     if route.method == "vmap":
         each = one_at_a_time(of, examples, None)
         return [Dense(x).weighted(weights) for x in each], [magnitudes(widened(x)).sum(0) for x in each]
-    with jax.numpy_dtype_promotion("standard"):
-        found = ExampleGradients(of.program, examples)
-        first = found.weighted_sum(weights)
-        groups = of_groups(found)
-        at_uses = {part.use: _squares(part.form) for part in groups if part.use is not None}
-        given, pull = found.wide_operands(frozenset(at_uses), None)
-        # A layout moves elements and changes at most their signs, and so moves their squares, but for the signs.
-        (second,) = pull({n: x.astype(given[n].dtype) for n, x in at_uses.items()})
-        second = [jnp.abs(x) for x in second]
-        for part in groups:
-            if part.use is None:
-                (leaf,) = part.leaves
-                second[leaf] = second[leaf] + _squares(part.form)
+    found = ExampleGradients(of.program, examples)
+    first = found.weighted_sum(weights)
+    groups = of_groups(found)
+    at_uses = {part.use: _squares(part.form) for part in groups if part.use is not None}
+    given, pull = found.wide_operands(frozenset(at_uses), None)
+    # A layout moves elements and changes at most their signs, and so moves their squares, but for the signs.
+    (second,) = pull({n: x.astype(given[n].dtype) for n, x in at_uses.items()})
+    second = [jnp.abs(x) for x in second]
+    for part in groups:
+        if part.use is None:
+            (leaf,) = part.leaves
+            second[leaf] = second[leaf] + _squares(part.form)
     return first, second
 
 

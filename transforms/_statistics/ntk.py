@@ -161,6 +161,9 @@ class _Kernel:
             return total / max(1, math.prod(sizes))
         n, m = total.shape[1:3]
         equal, rest = sizes[: self._diagonal], sizes[self._diagonal :]
+        outputs = math.prod(rest)
+        # Where no gradient reaches any use, the kernel has no axes of outputs.
+        total = jnp.broadcast_to(total, (self._equal, n, m, outputs, outputs))
         found = total.reshape(*equal, n, m, *rest, *rest)
         start = len(equal)
         # The axes of the first outputs in their own order, then those of the second without the diagonal.
@@ -171,7 +174,7 @@ class _Kernel:
         """Return the kernel at a use: shape (equal outputs, n, m, outputs, outputs); (n, m) for the trace."""
         if self._trace:
             return traces(one, other)
-        if self._equal == 1:
+        if self._equal == 1 or not any(one.has_outputs):
             return products(one, other)[None]
 
         # Map over equal outputs: those on the diagonal, which are in front.

@@ -22,7 +22,7 @@ from .._core.prng import check_key
 from .._models.split_model import separate_filters
 from ..privacy._per_example.gradient_forms import Dense, OuterProduct, RowSparse, wide, widened, without_transposes
 from ..privacy._per_example.loss import PerExample, on_any_mesh, per_example
-from ..privacy._per_example.methods import MethodChoice, first_that_traces, routes
+from ..privacy._per_example.methods import MethodChoice
 from ..privacy._per_example.perturbations import operands
 from .inner_products import vectors
 from .statistic import Chunks, Statistic, in_chunks, report_of
@@ -144,7 +144,7 @@ class _Directions(NamedTuple):
             key = jax.random.fold_in(self.key, len(self.shapes))
             return lax.complex(self.dense(leaf, direction, real), self._replace(key=key).dense(leaf, direction, real))
         u, v = self.signs(leaf, direction[None], dtype)
-        return (u[0][..., None] * v[0]).reshape(self.shapes[leaf])
+        return (u[0][..., None] * v.reshape(*[1] * u[0].ndim, -1)).reshape(self.shapes[leaf])
 
     def in_slices(self, compute: Callable[[jax.Array], jax.Array], numbers: int) -> jax.Array:
         """Compute the projections, shape (batch, directions), for some directions at a time.
@@ -252,6 +252,7 @@ def per_sample_jvp(
     batch_argnums: Argnums = 1,
     keep_batch_dim: bool = True,
     chunk_size: int | None = None,
+    memory_budget: int | str | None = None,
 ) -> Callable[..., jax.Array]:
     """Compute the inner product of each sample's gradient with one direction, in forward mode.
 
@@ -261,6 +262,7 @@ def per_sample_jvp(
       batch_argnums: as for `per_sample_grad`: positions among the arguments of `fun`.
       keep_batch_dim: as for `per_sample_grad`.
       chunk_size: the number of samples to compute at a time.
+      memory_budget: bytes, or a string as for `vmap`: the largest chunk whose compiled temporaries fit.
 
     Returns:
       A function of (params, tangent, *batch): the arguments of `fun`, with the tangent as the second of them. It has
@@ -286,7 +288,7 @@ def per_sample_jvp(
     """
     api = "per_sample_jvp"
     of_call = per_example(api, fun, argnums, batch_argnums)
-    check_count(api, "chunk_size", chunk_size, optional=True)
+    chunks = Chunks(api, chunk_size, memory_budget)
     plain, filters = separate_filters(argnums)
     several = isinstance(argnums, (tuple, list))
 
@@ -307,8 +309,7 @@ def per_sample_jvp(
                 return lax.map(of_one, of.examples)
             return in_chunks(lambda some: ((), jax.vmap(of_one)(some)), of.examples, route.examples)[1]
 
-        choice = MethodChoice("forward mode", min(chunk_size or of.size, of.size), "")
-        return first_that_traces(api, routes(of, choice), compute)[1]
+        return chunks.first_that_traces(of, compute)[1]
 
     positions = [i + (i > 0) for i in (batch_argnums if isinstance(batch_argnums, (tuple, list)) else (batch_argnums,))]
     return wrap_like(fun, api, on_any_mesh(api, fun, positions, along))

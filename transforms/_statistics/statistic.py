@@ -82,10 +82,11 @@ class Chunks:
         self, of: PerExample, examples: int, compute: Callable[[MethodChoice], Any]
     ) -> tuple[MethodChoice, Any]:
         examples = min(examples, of.size)
+        _ = of.program  # traced with the user's setting of dtype promotion, unlike our sums
         choice = MethodChoice("book_keeping", examples, "from the activations and cotangents of one backward pass")
-        return first_that_traces(
-            self._api, [_keep(route, examples, self._pairs) for route in routes(of, choice)], compute
-        )
+        tried = [_keep(route, examples, self._pairs) for route in routes(of, choice)]
+        with jax.numpy_dtype_promotion("standard"):
+            return first_that_traces(self._api, tried, compute)
 
     def _most(self, of: PerExample) -> int:
         """Return how many examples to compute at a time by default."""

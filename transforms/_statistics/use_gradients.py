@@ -64,6 +64,9 @@ def of_groups(found: ExampleGradients, *, per_leaf: bool = False) -> list[UseGra
             order = without_transposes(found.uses[use])[1]
             in_order = form.with_axes(order) if isinstance(form, OuterProduct) and len(group) == 1 else form
             result.append(UseGradients(leaves, use, form, getattr(in_order, "axes", None)))
+    if not result:  # the loss does not depend on its parameters
+        batch, first = found.values.shape[0], found.parameters[0]
+        result.append(UseGradients(frozenset([0]), None, Dense(jnp.zeros((batch, *first.shape), first.dtype))))
     return result
 
 

@@ -164,6 +164,29 @@ def test_on_a_mesh(kind: Any) -> None:
         assert jax.typeof(found).sharding.spec == PartitionSpec("data", None)
 
 
+def test_a_loss_without_its_parameters() -> None:
+    x = jnp.ones((3, 2))
+    for of in (lambda p, x: jnp.sum(x), lambda p, x: jnp.sum(x * lax.stop_gradient(p))):
+        np.testing.assert_array_equal(per_sample_gram(of)(jnp.ones(2), x), np.zeros((3, 3)))
+
+
+def test_strict_settings_of_promotion() -> None:
+    p, xy = parameters(), batch()
+    p["table"] = p["table"].astype(jnp.bfloat16)
+
+    def of(p: Any, x: Any, rows: Any) -> Any:
+        return jnp.mean(jnp.tanh(x @ p["in"]) ** 2) + jnp.mean(p["table"][rows].astype(jnp.float32) ** 2)
+
+    gram = per_sample_gram(of, batch_argnums=(1, 2))
+    expected = gram(p, *xy)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        np.testing.assert_array_equal(gram(p, *xy), expected)
+        with pytest.raises(Exception, match="promotion"):
+            per_sample_gram(lambda p, x, rows: of(p, x, rows) + p["table"].sum() * x.sum(), batch_argnums=(1, 2))(
+                p, *xy
+            )
+
+
 def test_the_report() -> None:
     text = str(GRAM.explain(parameters(), *batch()))
     assert "method: book_keeping, 7 examples at a time" in text

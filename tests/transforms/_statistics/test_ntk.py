@@ -146,6 +146,15 @@ def test_a_model_that_jax_cannot_map() -> None:
     assert found.explain(p, x).method == "vmap"
 
 
+@pytest.mark.parametrize("given", [{}, {"trace": True}, {"diagonal_axes": 0}])
+def test_outputs_without_their_parameters(given: Any) -> None:
+    x = jnp.ones((4, 2))
+    for of in (lambda p, x: jnp.sin(x), lambda p, x: x * lax.stop_gradient(p)):
+        found = empirical_ntk(of, **given)(jnp.ones(2), x, x[:3])
+        shape = (4, 3) if given.get("trace") else (4, 3, 2) if given else (4, 3, 2, 2)
+        np.testing.assert_array_equal(found, np.zeros(shape))
+
+
 def test_what_is_refused() -> None:
     p, x = parameters(), batch(N)
     with pytest.raises(ValueError, match="empirical_ntk: trace=True sums over all outputs"):

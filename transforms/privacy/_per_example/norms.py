@@ -36,6 +36,7 @@ class ExampleGradients:
     Attributes:
       values: the loss of each example.
       aux: the auxiliary output of each example.
+      parameters: the parameters.
       uses: the parameter uses of the program.
       groups: the numbers of the uses that share elements of parameters, each with the forms that `merged` returns.
       held: materialized gradients of the parameters whose uses have no common form, by the index of the parameter.
@@ -51,7 +52,7 @@ class ExampleGradients:
     ) -> None:
         if program.refusal:  # `first_that_traces` then falls back to `jax.grad`
             raise NotImplementedError(program.refusal)
-        self._program, self._plan, self._parameters = program, program.plan, program.parameters
+        self._program, self._plan, self.parameters = program, program.plan, program.parameters
         self.uses, self._spmd, self._seed = program.uses, spmd_axis_name, seed
         self._inside = None if inside_from is None else in_backward(self._plan, spmd_axis_name, inside_from)
         self._keeps = inside_from != 0  # whether forms of the first pass are kept for the sum
@@ -86,7 +87,7 @@ class ExampleGradients:
 
         def of_example(zeros: Perturbations, example: list[Any], weight: Any) -> tuple[Any, tuple[Any, Any]]:
             own = inside and inside._replace(weight=weight)
-            outputs, records = run_perturbed(self._plan, [*self._parameters, *example], zeros, own)
+            outputs, records = run_perturbed(self._plan, [*self.parameters, *example], zeros, own)
             value, aux = jax.tree.unflatten(self._program.treedef, outputs)
             return value, (aux, records)
 
@@ -106,7 +107,7 @@ class ExampleGradients:
     def _forms_at_uses(self, records: Records, cotangents: Perturbations) -> dict[int, GradientForm]:
         """Return the form of each example's gradient of the operand of each use that was recorded."""
         given = operands(
-            self._plan, self._parameters, frozenset(n for n, use in enumerate(self.uses) if use.first in records)
+            self._plan, self.parameters, frozenset(n for n, use in enumerate(self.uses) if use.first in records)
         )
         forms: dict[int, GradientForm] = {}
         for first in records:
@@ -122,10 +123,10 @@ class ExampleGradients:
 
         def of_chosen(chosen: list[Any]) -> dict[int, Any]:
             changed = dict(zip(leaves, chosen, strict=True))
-            given = [changed.get(i, x) for i, x in enumerate(self._parameters)]
+            given = [changed.get(i, x) for i, x in enumerate(self.parameters)]
             return operands(self._plan, given, frozenset(numbers))
 
-        _, pull = jax.vjp(of_chosen, [self._parameters[i] for i in leaves])
+        _, pull = jax.vjp(of_chosen, [self.parameters[i] for i in leaves])
         # The dtype of a product may differ from that of its operand, which `pull` expects.
         found = {n: self._at_uses[n].each().astype(self.uses[n].aval.dtype) for n in numbers}
         (gradients,) = jax.vmap(pull, spmd_axis_name=self._spmd)(found)
@@ -204,7 +205,7 @@ class ExampleGradients:
         """Materialize each example's gradient of every parameter: shape (batch, *parameter)."""
         found = self.of_leaves(range(len(self.uses)))
         batch = self.values.shape
-        return [found.get(i, jnp.zeros((*batch, *x.shape), x.dtype)) for i, x in enumerate(self._parameters)]
+        return [found.get(i, jnp.zeros((*batch, *x.shape), x.dtype)) for i, x in enumerate(self.parameters)]
 
     def weighted_sum(self, weights: jax.Array, dtype: Any = None) -> list[jax.Array]:
         """Sum `weights` times the gradient over examples, for each parameter; examples of weight zero are excluded.
@@ -229,7 +230,7 @@ class ExampleGradients:
         convolved = has_convolution(self._plan.closed.jaxpr)  # slow in a `cond` on a CPU
         at_uses = partial(self._sum_at_uses, examples, weights, dtype)
         at_uses = partial(self._apart, at_uses, weights, dtype, in_cond=not convolved)
-        as_parameters = all(wide(x.dtype, dtype) == x.dtype for x in self._parameters)
+        as_parameters = all(wide(x.dtype, dtype) == x.dtype for x in self.parameters)
         if self._keeps or not as_parameters or self.held or not has_linear_backward(self._plan):
             return at_uses()
         ordinary = partial(self._apart, partial(self._ordinary_gradient, examples, weights), weights, dtype)
@@ -243,7 +244,7 @@ class ExampleGradients:
         self, summed: Callable[[], list[jax.Array]], weights: jax.Array, dtype: Any, *, in_cond: bool = True
     ) -> list[jax.Array]:
         """Return the sums of a second pass; zeros if no example has a weight."""
-        zeros = [jnp.zeros_like(x, wide(x.dtype, dtype)) for x in self._parameters]
+        zeros = [jnp.zeros_like(x, wide(x.dtype, dtype)) for x in self.parameters]
         has_weight = (weights != 0).any()
         if not in_cond:
             return [jnp.where(has_weight, x, zero) for x, zero in zip(summed(), zeros, strict=True)]
@@ -270,7 +271,7 @@ class ExampleGradients:
             return jax.tree.unflatten(self._program.treedef, outputs)[0]
 
         mapped = jax.vmap(of_example, (None, 0), spmd_axis_name=self._spmd)
-        values, pull = jax.vjp(lambda parameters: mapped(parameters, list(examples)), self._parameters)
+        values, pull = jax.vjp(lambda parameters: mapped(parameters, list(examples)), self.parameters)
         return pull(weights.astype(values.dtype))[0]
 
     def wide_operands(self, uses: frozenset[int], dtype: Any) -> tuple[dict[int, Any], Any]:
@@ -279,7 +280,7 @@ class ExampleGradients:
         def of_parameters(parameters: list[Any]) -> dict[int, Any]:
             return operands(self._plan, parameters, uses, wider=True)
 
-        return jax.vjp(of_parameters, [x.astype(wide(x.dtype, dtype)) for x in self._parameters])
+        return jax.vjp(of_parameters, [x.astype(wide(x.dtype, dtype)) for x in self.parameters])
 
     def _summed(self, given: Any, pull: Any, found: dict[int, Any], weights: jax.Array, dtype: Any) -> list[jax.Array]:
         """Pull the sums at operands back to the parameters once, by the transpose of a linear map, and add the rest."""
