@@ -48,8 +48,13 @@ class Factors(NamedTuple):
         if self.left.ndim == 4:
             missing = -self.height % size
             left = jnp.pad(self.left, [(0, 0)] * 3 + [(0, missing)]) if missing else self.left
-            left = lax.dynamic_slice_in_dim(left, start, size, axis=3)
-            return jnp.einsum("istp,iostd->iospd", left, self.right, precision="highest")
+            left = lax.dynamic_slice_in_dim(left, start, size, axis=3) if size < left.shape[3] else left
+            if self.right.shape[1] > 1:
+                return jnp.einsum("istp,iostd->iospd", left, self.right, precision="highest")
+            # XLA on CPU copies arrays with axes of size 1.
+            flat = (x.reshape(-1, *x.shape[-2:]) for x in (left, self.right))
+            found = jnp.einsum("btp,btd->bpd", *flat, precision="highest")
+            return found.reshape(len(left), 1, left.shape[1], *found.shape[1:])
 
         def added(rows: jax.Array, right: jax.Array) -> jax.Array:
             """Add the cotangents of one example, output and layer of the stack to their rows."""
@@ -132,7 +137,9 @@ def vectors(part: OutputGradients) -> jax.Array:
 
 def _of_vectors(one: jax.Array, other: jax.Array) -> jax.Array:
     """Return the inner products of vectors: shape (batch, other batch, outputs, other outputs)."""
-    return jnp.einsum("iop,jqp->ijoq", one, other, precision="highest")
+    (n, o, _), (m, q, size) = one.shape, other.shape
+    found = jnp.matmul(one.reshape(n * o, size), other.reshape(m * q, size).T, precision="highest")
+    return found.reshape(n, o, m, q).swapaxes(1, 2)
 
 
 def _of_factors(one: Factors, other: Factors | None) -> jax.Array:

@@ -156,6 +156,9 @@ def _squares(form: GradientForm) -> jax.Array:
 def _squares_of_products(form: OuterProduct) -> jax.Array:
     """Return the sum over examples of (AᵀG)²; for one position it is (A²)ᵀG²."""
     left, right = widened(form.left), widened(form.right)
+    if left.shape[1:3] == (1, 1):  # a product of matrices: XLA on CPU copies arrays with axes of size 1
+        squares = jnp.matmul(jnp.square(left[:, 0, 0]).T, jnp.square(right[:, 0, 0]), precision="highest")
+        return form.restore(squares[None])
     if left.shape[2] == 1:
         squares = jnp.einsum("isp,isd->spd", jnp.square(left[:, :, 0]), jnp.square(right[:, :, 0]), precision="highest")
         return form.restore(squares)

@@ -587,7 +587,7 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, str]:
     names = {str(x) for item in selected if hasattr(item, "callspec") for x in item.callspec.params.values()}
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, __file__, *names], env=environment, capture_output=True, text=True, timeout=400, check=False
+        [sys.executable, __file__, *names], env=environment, capture_output=True, text=True, timeout=1200, check=False
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])

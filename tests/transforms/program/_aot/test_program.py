@@ -8,7 +8,6 @@ import gc
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -400,10 +399,10 @@ def test_a_function_that_can_no_longer_be_traced_removes_the_file(tmp_path):
 def test_an_interrupted_comparison_is_repeated(later, tmp_path, end_of_process):
     def thrice(x: Any) -> Any:
         if interrupts:
-            signal.raise_signal(interrupts.pop())
+            raise interrupts.pop()
         return 3.0 * x
 
-    interrupts = [signal.SIGINT]
+    interrupts = [KeyboardInterrupt()]
     thrice.__qualname__ = (lambda: None).__qualname__
     aot(lambda x: 2.0 * x, tmp_path, key="1")(X)
     program = aot(thrice, tmp_path, key="1")
