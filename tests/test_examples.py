@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 def run(script: str, *options: str) -> str:
     """Run a script as a user would, in a separate process; return its output."""
     done = subprocess.run(
-        [sys.executable, str(ROOT / script), *options], capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, str(ROOT / script), *options], capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

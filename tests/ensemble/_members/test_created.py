@@ -54,7 +54,7 @@ def outcomes():
     """Return a traceback, or an empty string, by name."""
     environment = {**os.environ, "XLA_FLAGS": ""}
     command = [sys.executable, __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -764,7 +764,7 @@ def kill_again_and_again(directory, kills):
 @pytest.mark.filterwarnings("ignore:Trainer.fit. member . stopped")
 def test_a_killed_run_has_the_same_history(tmp_path, assert_same):
     command = [sys.executable, "-W", "ignore", __file__, str(tmp_path / "killed"), "8"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     reached = json.loads(done.stdout.splitlines()[-1])
     assert 0 < reached[-1] < STEPS

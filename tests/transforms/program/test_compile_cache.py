@@ -52,7 +52,7 @@ def main(first: str, directory: str) -> None:
 
 def in_a_process(*directories: Path) -> list[Any]:
     command = [sys.executable, __file__, *map(str, directories)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -128,7 +128,7 @@ def check(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, str] = json.loads(done.stdout)
     return found

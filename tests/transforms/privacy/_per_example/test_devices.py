@@ -440,7 +440,7 @@ def outcomes() -> dict[str, str]:
     """Return a traceback from four devices, or an empty string, for each check and method."""
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-W", "error", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, str] = json.loads(done.stdout)
     return found

@@ -231,7 +231,7 @@ def run_all_cases(directory: str) -> None:
 def in_a_process(task: str, directory: Path) -> str:
     """Run a task (see the end of this file) in a process; return its output."""
     command = [sys.executable, __file__, task, str(directory)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     assert "aot:" not in done.stderr, done.stderr  # each process checks its loaded programs at exit
     return done.stdout
