@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._core.compat import varying, varying_axes
 from ..privacy._per_example.gradient_forms import Dense, RowSparse, widened
 from .use_gradients import OutputGradients
 
@@ -236,10 +237,9 @@ def _by_blocks(one: Factors, other: Factors | None) -> jax.Array:
     if len(starts) == 1:
         return of_block(0)
     shape = len(one.left), len(second.left), one.right.shape[1], second.right.shape[1]
-    total, _ = lax.scan(
-        lambda total, start: (total + of_block(start), None), jnp.zeros(shape, one.right.dtype), jnp.array(starts)
-    )
-    return total
+    axes = frozenset[str]().union(*map(varying_axes, [*one[:2], *second[:2]]))
+    zeros = varying(jnp.zeros(shape, one.right.dtype), axes)
+    return lax.scan(lambda total, start: (total + of_block(start), None), zeros, jnp.array(starts))[0]
 
 
 def block_size(*batches: Factors) -> int:

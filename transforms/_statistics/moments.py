@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._core.arguments import Argnums, wrap_like
+from .._core.compat import varying, varying_axes
 from ..privacy._per_example.gradient_forms import (
     Dense,
     GradientForm,
@@ -22,9 +23,8 @@ from ..privacy._per_example.gradient_forms import (
 from ..privacy._per_example.loss import PerExample, on_any_mesh, per_example
 from ..privacy._per_example.methods import MethodChoice
 from ..privacy._per_example.norms import ExampleGradients
-from .inner_products import block_size, factors_of
 from .statistic import Chunks, Statistic, check_two, in_chunks, report_of
-from .use_gradients import for_one_output, of_groups, one_at_a_time
+from .use_gradients import of_groups, one_at_a_time
 
 
 class Moments(NamedTuple):
@@ -70,7 +70,7 @@ def per_sample_moments(
 
     Cost:
       One forward and one backward pass. For a matrix that each sample uses once, the squares cost one more product,
-      (A²)ᵀG² of activations A and cotangents G. Otherwise some rows of each gradient at a time are materialized.
+      (A²)ᵀG² of activations A and cotangents G. Otherwise the gradient of one sample at a time is materialized there.
 
     Rounding:
       The variance is a difference of the second moment and the squared mean: it has the absolute error of the second
@@ -143,7 +143,8 @@ def _sums(of: PerExample, examples: Sequence[Any], route: MethodChoice) -> tuple
 def _squares(form: GradientForm) -> jax.Array:
     """Return the sum over examples of the squared magnitudes of their gradients, like the operand."""
     if isinstance(form, Dense):
-        return magnitudes(widened(form.gradients)).sum(0)
+        squares = magnitudes(widened(form.gradients))
+        return Dense(squares).weighted(jnp.ones(len(squares), squares.dtype), finite=True)
     if isinstance(form, RowSparse):
         # Cotangents of the same row add up before they are squared. Each of them is one part in `same` of the square.
         same = (form.rows[..., :, None] == form.rows[..., None, :]).astype(wide(form.right.dtype))
@@ -162,15 +163,14 @@ def _squares_of_products(form: OuterProduct) -> jax.Array:
     if left.shape[2] == 1:
         squares = jnp.einsum("isp,isd->spd", jnp.square(left[:, :, 0]), jnp.square(right[:, :, 0]), precision="highest")
         return form.restore(squares)
-    factors = factors_of(for_one_output(form))
-    size = block_size(factors)
-    starts = range(0, factors.height, size)
 
-    def of_block(start: jax.Array | int) -> jax.Array:
-        return jnp.square(factors.block(start, size)).sum((0, 1))
+    # One example at a time: XLA on CPU sums squares over examples on one core, which takes up to 16 times as long.
+    def add(total: jax.Array, factors: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        one, other = factors
+        if len(one) == 1:
+            return total + jnp.square(jnp.matmul(one[0].T, other[0], precision="highest"))[None], None
+        return total + jnp.square(jnp.einsum("stp,std->spd", one, other, precision="highest")), None
 
-    if len(starts) == 1:
-        return form.restore(of_block(0))
-    blocks = lax.map(of_block, jnp.array(starts))  # (block, stack, size, d)
-    joined = blocks.swapaxes(0, 1).reshape(blocks.shape[1], -1, blocks.shape[3])
-    return form.restore(joined[:, : factors.height])
+    dtype = jnp.promote_types(left.dtype, right.dtype)
+    zeros = varying(jnp.zeros((*left.shape[1::2], right.shape[3]), dtype), varying_axes(left) | varying_axes(right))
+    return form.restore(lax.scan(add, zeros, (left.astype(dtype), right.astype(dtype)))[0])

@@ -176,3 +176,89 @@ def test_what_is_refused() -> None:
         ntk_vp(apply)(p, x, jnp.ones(N))
     with pytest.raises(TypeError, match="ntk_vp: pass the parameters, a batch x and a vector v"):
         ntk_vp(apply)(p, x)
+
+
+# The kinds of models that neural-tangents tests its kernels with, written anew.
+
+
+def dense_stack(p: Any, x: Any) -> Any:
+    x = x.reshape(len(x), -1)
+    for i, weight in enumerate(p["weights"]):
+        x = x @ weight / np.sqrt(len(weight)) + 0.1 * p["shifts"][i]
+        x = jax.lax.erf(x) if i < 3 else x
+    return x
+
+
+def convolve(x: Any, kernel: Any, stride: int = 1) -> Any:
+    numbers = ("NHWC", "HWIO", "NHWC")
+    scale = 1 / np.sqrt(np.prod(kernel.shape[:3]))
+    return scale * lax.conv_general_dilated(x, kernel, (stride, stride), "SAME", dimension_numbers=numbers)
+
+
+def resnet18(p: Any, x: Any) -> Any:
+    x = convolve(x, p["stem"])
+    for block in p["blocks"]:
+        stride = 2 if "shortcut" in block else 1
+        out = convolve(jax.nn.relu(convolve(jax.nn.relu(x), block["first"], stride)), block["second"])
+        x = out + (convolve(x, block["shortcut"], stride) if "shortcut" in block else x)
+    return jax.nn.relu(x).mean((1, 2)) @ p["head"]
+
+
+def mixer(p: Any, x: Any) -> Any:
+    x = x.reshape(len(x), 4, 2, 4, 2, 2).transpose(0, 1, 3, 2, 4, 5).reshape(len(x), 16, 8) @ p["patches"]
+    for block in p["blocks"]:
+        normed = jax.nn.standardize(x, epsilon=1e-6) * block["scale"]
+        tokens = jnp.einsum("btc,ts->bcs", normed, block["tokens in"])
+        x = x + jnp.einsum("bcs,st->btc", jax.nn.gelu(tokens), block["tokens out"])
+        x = x + jax.nn.gelu(jax.nn.standardize(x, epsilon=1e-6) @ block["channels in"]) @ block["channels out"]
+    return x.mean(1) @ p["head"]
+
+
+def shapes_of_resnet(widths: tuple[int, ...] = (3, 4, 5, 6)) -> Any:
+    blocks = []
+    for inputs, outputs in zip((widths[0], *widths[:-1]), widths, strict=True):
+        first = {"first": (3, 3, inputs, outputs), "second": (3, 3, outputs, outputs)}
+        blocks.append(first | ({"shortcut": (1, 1, inputs, outputs)} if inputs != outputs else {}))
+        blocks.append({"first": (3, 3, outputs, outputs), "second": (3, 3, outputs, outputs)})
+    return {"stem": (3, 3, 2, widths[0]), "blocks": blocks, "head": (widths[-1], 3)}
+
+
+MIXER = {"scale": (6,), "tokens in": (16, 5), "tokens out": (5, 16), "channels in": (6, 7), "channels out": (7, 6)}
+KINDS: dict[str, tuple[Any, Any]] = {
+    "dense stack": (
+        dense_stack,
+        {"weights": [(128, 10), (10, 11), (11, 12), (12, 3)], "shifts": [(10,), (11,), (12,), (3,)]},
+    ),
+    "ResNet-18": (resnet18, shapes_of_resnet()),
+    "mixer": (mixer, {"patches": (8, 6), "blocks": [MIXER, MIXER], "head": (6, 3)}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_kernels_of_larger_models_in_float64(name: str) -> None:
+    apply, shapes = KINDS[name]
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        p = jax.tree.map(lambda shape: rng.normal(size=shape), shapes, is_leaf=lambda x: isinstance(x, tuple))
+        x1, x2 = rng.normal(size=(4, 8, 8, 2)), rng.normal(size=(3, 8, 8, 2))
+
+        def every(p: Any, x1: Any, x2: Any) -> Any:
+            jacobians = [jax.vmap(jax.jacrev(lambda p, x: apply(p, x[None])[0]), (None, 0))(p, x) for x in (x1, x2)]
+            kernels = [
+                empirical_ntk(apply, **given)(p, x1, x2) for given in ({}, {"trace": True}, {"diagonal_axes": 0})
+            ]
+            return jacobians, kernels, empirical_ntk(apply)(p, x1)
+
+        quick: Any = {"xla_backend_optimization_level": 0}
+        jacobians, kernels, own = jax.jit(every, compiler_options=quick)(p, x1, x2)
+        one, two = (
+            np.concatenate([x.reshape(*x.shape[:2], -1) for x in jax.tree.leaves(found)], axis=-1)
+            for found in jacobians
+        )
+        expected = np.einsum("iap,jbp->ijab", one, two)
+        size = np.einsum("ia,jb->ijab", np.linalg.norm(one, axis=-1), np.linalg.norm(two, axis=-1))
+        assert (np.abs(kernels[0] - expected) <= 1e-10 * size).all()
+        np.testing.assert_allclose(kernels[1], np.einsum("ijaa->ij", expected) / 3, 1e-9, 1e-10 * size.max())
+        np.testing.assert_allclose(kernels[2], np.einsum("ijaa->ija", expected), 1e-9, 1e-10 * size.max())
+        np.testing.assert_allclose(own, np.einsum("iap,jbp->ijab", one, one), 1e-9, 1e-10 * size.max())

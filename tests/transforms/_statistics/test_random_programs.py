@@ -13,7 +13,13 @@ import pytest
 from hypothesis import assume, given, seed, settings
 from hypothesis import strategies as st
 
-from plurax.transforms import gradient_noise_scale, per_sample_gram, per_sample_moments, per_sample_projection
+from plurax.transforms import (
+    empirical_ntk,
+    gradient_noise_scale,
+    per_sample_gram,
+    per_sample_moments,
+    per_sample_projection,
+)
 from plurax.transforms.privacy._per_example.gradient_forms import OuterProduct
 
 from ..privacy._per_example.test_random_programs import BATCH, FAR, ROUGH, STEPS, N
@@ -39,7 +45,9 @@ def statistics_of_a_program(data: st.DataObject) -> None:
     names = names[:2] if rough else names
     steps = [(name, data.draw(st.integers(0, 3 + i)), data.draw(st.integers(0, 3 + i))) for i, name in enumerate(names)]
     generator = np.random.default_rng(data.draw(st.integers(0, 99), label="seed"))
-    which = data.draw(st.sampled_from(["gram", "gram per leaf", "moments", "noise", "projection"]), label="statistic")
+    which = data.draw(
+        st.sampled_from(["gram", "gram per leaf", "moments", "noise", "projection", "kernel"]), label="statistic"
+    )
     chunk = data.draw(st.sampled_from([None, 1, 2]), label="chunk")
     options: Any = {"keep_batch_dim": False, "chunk_size": chunk}
 
@@ -48,6 +56,12 @@ def statistics_of_a_program(data: st.DataObject) -> None:
         for name, i, j in steps:
             values.append(STEPS[name](values[i], values[j]))
         return sum(jnp.sum(jnp.sin(value)) for value in values[4:])
+
+    def outputs(parameters: Any, example: Any) -> Any:
+        values = [*parameters, *example]
+        for name, i, j in steps:
+            values.append(STEPS[name](values[i], values[j]))
+        return sum(jnp.sin(value)[0] for value in values[4:])  # one row
 
     with ExitStack() as stack:
         stack.enter_context(jax.enable_x64(True))
@@ -91,6 +105,17 @@ def statistics_of_a_program(data: st.DataObject) -> None:
             found = call(gradient_noise_scale(loss, **options))(parameters, examples)
             assert_near(found.noise, rows.var(0, ddof=1).sum(), 2 * error)
             assert_near(found.signal, np.square(rows.mean(0)).sum() - found.noise / BATCH, 2 * error)
+        elif which == "kernel":
+            of_one = jax.jit(jax.grad(lambda parameters, example, k: outputs(parameters, example)[k]))
+            of_example = lambda i: np.array([of_one(parameters, [x[i] for x in examples], k) for k in range(N)])
+            rows = np.array([of_example(i) for i in range(BATCH)]).reshape(BATCH, N, -1)
+            assume(np.isfinite(rows).all())
+            error = (rough or 1e-6) * (1 + np.linalg.norm(rows, axis=-1).max()) ** 2
+            given = data.draw(st.sampled_from([{}, {"trace": True}, {"diagonal_axes": 0}]), label="axes")
+            indices = "iap,jap->ij" if "trace" in given else "iap,jap->ija" if given else "iap,jbp->ijab"
+            expected = np.einsum(indices, rows, rows) / (N if "trace" in given else 1)
+            found = call(empirical_ntk(outputs, **given, **options))(parameters, examples)
+            assert_near(found, expected, error)
         else:
             key = jax.random.key(0)
             found = call(per_sample_projection(loss, 3, **options))(key, parameters, examples)
