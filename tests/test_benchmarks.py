@@ -269,7 +269,13 @@ def test_available_peers_are_installed(monkeypatch, capsys):
     assert "so the tables lack their rows: opacus==" in capsys.readouterr().out
     assert asked[1][0] == "--editable"
     assert asked[1][1].startswith(".[examples,")
-    assert {what[0].split("=")[0].split(">")[0] for what in asked[2:]} == {"torch", "opacus", "sparsejac", "folx"}
+    assert {what[0].split("=")[0].split(">")[0] for what in asked[2:]} == {
+        "torch",
+        "opacus",
+        "backpack-for-pytorch",
+        "sparsejac",
+        "folx",
+    }
     monkeypatch.setattr(peers, "install", lambda *_: False)
     with pytest.raises(SystemExit, match="the extras that the benchmarks need could not be installed"):
         peers.main()
