@@ -125,11 +125,12 @@ def _axis_of_product(eqn: JaxprEqn, axes: list[int | None]) -> int | None:
     contracted, batch = eqn.params["dimension_numbers"]
     sides = [i for i, axis in enumerate(axes) if axis is not None]
     if len(sides) == 2:  # the positions of both must be the same
-        left, right = (list(batch[i]).index(axes[i]) if axes[i] in batch[i] else None for i in sides)
+        places: list[dict[Any, int]] = [{axis: k for k, axis in enumerate(batch[i])} for i in sides]
+        left, right = (place.get(axes[i]) for place, i in zip(places, sides, strict=True))
         return left if left == right else None
     (side,) = sides
     axis, shape = axes[side], aval(eqn.invars[side]).shape
-    if axis in contracted[side]:
+    if axis is None or axis in contracted[side]:
         return None
     if axis in batch[side]:
         return list(batch[side]).index(axis)
@@ -163,10 +164,9 @@ def product_over_positions(eqn: JaxprEqn, values: list[Any], slopes: list[Slopes
         return [axis - (axis > gone) + first for axis in axes if axis != gone]
 
     first = [2 if i == side else 1 for i in range(2)]
-    numbers = (
-        tuple(shifted(contracted[i], i, first[i]) for i in range(2)),
-        tuple([0, *shifted(batch[i], i, first[i])] for i in range(2)),
-    )
+    summed = [shifted(contracted[i], i, first[i]) for i in range(2)]
+    shared = [[0, *shifted(batch[i], i, first[i])] for i in range(2)]
+    numbers = (summed[0], summed[1]), (shared[0], shared[1])
     options = {name: eqn.params[name] for name in ("precision", "preferred_element_type")}
     found = lax.dot_general(operands[0], operands[1], numbers, **options)
     # Its axes: positions, batch, the free axes of the left side, those of the right side; rows are the first free axis.

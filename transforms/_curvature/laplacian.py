@@ -122,10 +122,10 @@ def _along(jaxpr: Jaxpr, consts: Sequence[Any], leaves: Sequence[jax.Array], dir
       directions: indices into the concatenated leaves; None for all, with a single leaf.
     """
     start, triples = 0, []
-    if directions is None:
-        (leaf,) = leaves
-        triples.append((leaf, of_coordinates(leaf), jnp.zeros_like(leaf)))
-    for leaf in leaves if directions is not None else ():
+    for leaf in leaves:
+        if directions is None:
+            triples.append((leaf, of_coordinates(leaf), jnp.zeros_like(leaf)))
+            continue
         places = jnp.arange(start, start + leaf.size)
         units = (directions[:, None] == places).astype(leaf.dtype).reshape(-1, *leaf.shape)
         triples.append((leaf, Slopes(units), jnp.zeros_like(leaf)))
@@ -165,11 +165,11 @@ def _visit(eqn: JaxprEqn, triples: list[Triple]) -> list[Triple]:
     if over is not None:
         return [(out[0], over, jax.jvp(of_moving, points, laplacians)[1][0])]
     given, axis = aligned(eqn, given)
-    slopes = tuple(given[i].array for i in moving)
+    slopes = tuple(x.array for x in given if x is not None)
 
     curved = name in _CURVED or (name == "div" and moving == [1])
     if curved and len(moving) == 1 and jnp.shape(points[0]) == jnp.shape(out[0]):
-        return [_of_each_element(out[0], of_moving, *points, *slopes, *laplacians, axis)]
+        return [_of_each_element(out[0], of_moving, points[0], Slopes(slopes[0], axis), laplacians[0])]
 
     # The second is zero where the operation is linear: JAX drops such tangents, and XLA computations with zeros.
     def both(directions: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:  # f'(x) d and f''(x)[d, d]
@@ -183,13 +183,11 @@ def _visit(eqn: JaxprEqn, triples: list[Triple]) -> list[Triple]:
     return results
 
 
-def _of_each_element(
-    out: Any, fun: Callable[[Any], list[Any]], x: Any, slopes: Any, bent: Any, axis: int | None
-) -> Triple:
+def _of_each_element(out: Any, fun: Callable[[Any], list[Any]], x: Any, moved: Slopes, bent: Any) -> Triple:
     """Return the triple of an elementwise function: with f' and f'' once, instead of once for each direction."""
     ones = jnp.ones_like(x)
     first, second = jax.jvp(lambda x: jax.jvp(fun, (x,), (ones,))[1][0], (x,), (ones,))
-    return out, Slopes(first * slopes, axis), first * bent + second * (slopes**2).sum(axis=0)
+    return out, moved._replace(array=first * moved.array), first * bent + second * (moved.array**2).sum(axis=0)
 
 
 def _is_slogdet(eqn: JaxprEqn) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from plurax.transforms import laplacian
-from plurax.transforms._core.jaxpr import with_inner
+from plurax.transforms._core.jaxpr import aval, with_inner
 from plurax.transforms._curvature.directions import Slopes, of_coordinates
 
 RNG = np.random.default_rng(0)
@@ -100,8 +100,8 @@ def products(fun: Any, x: Any) -> float:
         if eqn.primitive.name == "dot_general" and one not in seen:  # the compiler computes equal products once
             seen.add(one)
             contracted = eqn.params["dimension_numbers"][0][0]
-            summed = np.prod([eqn.invars[0].aval.shape[i] for i in contracted])
-            found += float(np.prod(eqn.outvars[0].aval.shape) * summed)
+            summed = np.prod([aval(eqn.invars[0]).shape[i] for i in contracted])
+            found += float(np.prod(aval(eqn.outvars[0]).shape) * summed)
     return found
 
 

@@ -56,7 +56,7 @@ def test_all_statistics(name: str, dtype: str) -> None:
             args = (model, x, y, *frozen)
             held = per_sample_grad(loss, **options)(*args)
             tangent = jax.tree.map(lambda x: jnp.cos(jnp.arange(x[0].size)).reshape(x[0].shape).astype(x.dtype), held)
-            gram = per_sample_gram(loss, **options)
+            gram: Any = per_sample_gram(loss, **options)
             return {
                 "held": held,
                 "gram": gram(*args),
@@ -73,7 +73,7 @@ def test_all_statistics(name: str, dtype: str) -> None:
 
         found = jax.jit(every, compiler_options=QUICK)(model, x, y, *frozen)
         tolerance = TOLERANCES[dtype]
-        rows = np.float64(flat(found["held"]))
+        rows: Any = np.float64(flat(found["held"]))
         assert_gram(found["gram"], rows, rows, tolerance)
         assert_gram(found["other"], rows, rows[1:4], tolerance)
         assert_gram(found["chunks"], rows, rows, tolerance)
@@ -101,7 +101,7 @@ def test_all_statistics(name: str, dtype: str) -> None:
         assert_gram(found["along"][:, None], rows, tangent[None], tolerance)
         # The same directions, one sample at a time, from the gradient alone.
         linear = lambda p, g: sum(jnp.vdot(a, b) for a, b in zip(p, g, strict=True))
-        each = per_sample_projection(linear, DIM, keep_batch_dim=False)
-        projected = each(key, [jnp.zeros_like(x[0]) for x in held], held)
+        project = per_sample_projection(linear, DIM, keep_batch_dim=False)
+        projected = project(key, [jnp.zeros_like(x[0]) for x in held], held)
         size = np.abs(rows).sum(1).max()
         assert np.abs(found["projected"] - np.float64(projected)).max() <= tolerance * size

@@ -160,7 +160,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="empirical_ntk: trace=True sums over all outputs"):
         empirical_ntk(apply, trace=True, diagonal_axes=0)
     with pytest.raises(TypeError, match="empirical_ntk: diagonal_axes must be an int or a tuple of ints"):
-        empirical_ntk(apply, diagonal_axes="last")  # type: ignore[arg-type]
+        empirical_ntk(apply, diagonal_axes="last")
     for axes in (2, (0, 0), (0, -2)):
         with pytest.raises(ValueError, match="empirical_ntk: diagonal_axes=.* must be different axes of outputs"):
             empirical_ntk(apply, diagonal_axes=axes)(p, x)

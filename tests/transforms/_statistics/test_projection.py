@@ -119,7 +119,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="per_sample_projection: dim"):
         per_sample_projection(loss, 0)
     with pytest.raises(TypeError, match="per_sample_projection: dim"):
-        per_sample_projection(loss, 2.5)  # type: ignore[arg-type]
+        per_sample_projection(loss, 2.5)
     with pytest.raises(ValueError, match="per_sample_jvp: "):
         per_sample_jvp(loss, **OPTIONS)(p, {**p, "bias": jnp.ones(3)}, *xy)
     with pytest.raises(TypeError, match="per_sample_jvp: pass the parameters, a tangent and a batch"):
