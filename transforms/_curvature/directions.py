@@ -31,17 +31,16 @@ class Slopes(NamedTuple):
     array: jax.Array
     axis: int | None = None
 
-    def apart(self) -> Slopes:
+    def expanded(self) -> Slopes:
         """Return the derivatives with a row for each direction."""
         if self.axis is None:
             return self
         size = self.array.shape[self.axis + 1]
-        same = jnp.eye(size, dtype=bool).reshape(size, 1, *(size if i == self.axis else 1 for i in self._axes()))
+        same = jnp.eye(size, dtype=bool).reshape(
+            size, 1, *(size if i == self.axis else 1 for i in range(self.array.ndim - 1))
+        )
         found = jnp.where(same, self.array, jnp.zeros((), self.array.dtype))
         return Slopes(found.reshape(size * len(self.array), *self.array.shape[1:]))
-
-    def _axes(self) -> range:
-        return range(self.array.ndim - 1)
 
     def grouped(self, count: int) -> Slopes:
         """Return the derivatives with as many groups of positions of axis 0 as positions; each moves with its group."""
@@ -77,7 +76,7 @@ def aligned(eqn: JaxprEqn, slopes: list[Slopes | None]) -> tuple[list[Slopes | N
         axis = _axis_of_results(eqn, [None if x is None else x.axis for x in given])
         if axis is not None:
             return given, axis
-    return [None if x is None else x.apart() for x in slopes], None
+    return [None if x is None else x.expanded() for x in slopes], None
 
 
 def _before_reshape(eqn: JaxprEqn, slopes: Slopes) -> Slopes:

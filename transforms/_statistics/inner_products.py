@@ -86,7 +86,7 @@ def products(one: OutputGradients, other: OutputGradients | None) -> jax.Array:
         return _of_vectors(held, held if other is None else vectors(other))
     factors = factors_of(one)
     found = _of_factors(factors, None if other is None else factors_of(other))
-    if not one.each_output_apart():
+    if not one.both_have_outputs():
         return found
     # Each output was an example of its own.
     n, m = len(one.arrays[0]), len((other or one).arrays[0])
@@ -95,7 +95,7 @@ def products(one: OutputGradients, other: OutputGradients | None) -> jax.Array:
 
 def traces(one: OutputGradients, other: OutputGradients | None) -> jax.Array:
     """Return the sum over outputs of the inner products of their gradients: shape (batch, other batch)."""
-    if one.each_output_apart():
+    if one.both_have_outputs():
         return jnp.trace(products(one, other), axis1=2, axis2=3)
 
     # ΣₒGᵢₒGⱼₒᵀ is a product of matrices that have the cotangents of all outputs side by side.

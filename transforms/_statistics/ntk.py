@@ -186,10 +186,10 @@ class _Kernel:
 
         axes = [1 if has else None for has in one.has_outputs]
         if other is None:
-            return jax.vmap(lambda x: products(one.with_arrays(x), None), (axes,))(split(one))
+            return jax.vmap(lambda x: products(one._replace(arrays=x), None), (axes,))(split(one))
         second = other
         return jax.vmap(
-            lambda x, y: products(one.with_arrays(x), second.with_arrays(y)),
+            lambda x, y: products(one._replace(arrays=x), second._replace(arrays=y)),
             (axes, [1 if has else None for has in second.has_outputs]),
         )(split(one), split(second))
 
@@ -227,13 +227,12 @@ def ntk_vp(apply: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., jax
 
     def product(*args: Any) -> jax.Array:
         """Return the product for these arguments."""
-        *args, v = args  # type: ignore[assignment]
-        if len(args) != max(positions) + 2:
-            raise TypeError(f"{api}: pass the parameters, a batch x and a vector v; {len(args) + 1} arguments came.")
-        call = Call(api, apply, positions, False, tuple(args), {}, integers=True, filters=filters)
+        if len(args) != max(positions) + 3:
+            raise TypeError(f"{api}: pass the parameters, a batch x and a vector v; {len(args)} arguments came.")
+        call = Call(api, apply, positions, False, args[:-1], {}, integers=True, filters=filters)
         call.check_floating(complex_too=False)
-        out, push = jax.linearize(lambda *primals: call(*primals)[0], *call.primals)
-        v = jnp.asarray(v)
+        out, push = jax.linearize(lambda *primals: call.evaluate(primals, {}, {})[0], *call.primals)
+        v = jnp.asarray(args[-1])
         if not isinstance(out, jax.Array) or not jnp.issubdtype(out.dtype, jnp.floating):
             raise TypeError(
                 f"{api}: fun must return a real floating-point array of outputs, but it returned {describe(out)}."

@@ -107,11 +107,7 @@ class OutputGradients(NamedTuple):
     arrays: list[jax.Array]
     has_outputs: list[bool]
 
-    def with_arrays(self, arrays: list[jax.Array]) -> OutputGradients:
-        """Return the gradients with other arrays."""
-        return self._replace(arrays=arrays)
-
-    def each_output_apart(self) -> bool:
+    def both_have_outputs(self) -> bool:
         """Return whether both factors depend on the output, as in a product with a transpose of the same matrix."""
         return isinstance(self.form, OuterProduct) and self.has_outputs[0]
 

@@ -81,7 +81,7 @@ def test_equal_to_the_trace_of_the_hessian(name: str) -> None:
 @pytest.mark.parametrize("shape", [(), (1,), (5,), (1, 3), (4, 3), (4, 1, 2), (0,), (0, 2)])
 def test_directions_of_coordinates(shape: tuple[int, ...]) -> None:
     leaf = jnp.zeros(shape)
-    found = of_coordinates(leaf).apart().array
+    found = of_coordinates(leaf).expanded().array
     np.testing.assert_array_equal(found, np.eye(leaf.size).reshape(leaf.size, *shape))
 
 
@@ -89,7 +89,7 @@ def test_positions_in_groups() -> None:
     found = of_coordinates(jnp.zeros((6, 2))).grouped(3)
     assert found.array.shape == (4, 6, 2)
     regrouped = Slopes(found.array.reshape(4, 3, 4), 0)
-    np.testing.assert_array_equal(regrouped.apart().array.reshape(12, 12), np.eye(12))
+    np.testing.assert_array_equal(regrouped.expanded().array.reshape(12, 12), np.eye(12))
 
 
 def products(fun: Any, x: Any) -> float:

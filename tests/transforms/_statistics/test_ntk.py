@@ -174,6 +174,9 @@ def test_what_is_refused() -> None:
         empirical_ntk(apply)(p, x, x[:, :2])
     with pytest.raises(ValueError, match="ntk_vp: v is an array of shape"):
         ntk_vp(apply)(p, x, jnp.ones(N))
+    norm = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="ntk_vp: fun changes"):
+        ntk_vp(lambda norm, x: norm(x))(norm, jnp.ones((5, 4)), jnp.ones((5, 4)))
     with pytest.raises(TypeError, match="ntk_vp: pass the parameters, a batch x and a vector v"):
         ntk_vp(apply)(p, x)
 
