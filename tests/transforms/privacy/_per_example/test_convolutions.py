@@ -1,4 +1,4 @@
-"""On a CPU, method="auto" computes convolutions as matrix products, in groups of examples that stay in the cache."""
+"""On a CPU, method="auto" computes convolutions as matrix products in groups of examples, or with channels in groups."""
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,20 @@ generator = np.random.default_rng(0)
 X = generator.normal(size=(6, 8, 9, 2)).astype(np.float32)
 Y = generator.normal(size=(6, 3)).astype(np.float32)
 PARAMS = {
-    "kernel": generator.normal(size=(3, 3, 2, 4)).astype(np.float32),
+    "kernel": generator.normal(size=(3, 3, 1, 4)).astype(np.float32),
     "out": generator.normal(size=(64, 3)).astype(np.float32) / 8,
 }
 
 
+def convolve(x, kernel, groups):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(
+        x, kernel, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=groups
+    )
+
+
 def network(params, x):
-    x = jax.lax.conv_general_dilated(x, params["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    x = convolve(x, params["kernel"], 2)
     x = jax.lax.reduce_window(jax.nn.relu(x), -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
     return x.reshape(len(x), -1) @ params["out"]
 
@@ -82,6 +89,15 @@ def test_a_window_and_a_result_of_many_positions_are_left_to_xla():
     of = clipped_grad(loss, l2_clip_norm=1.0)
     assert "products" not in of.explain(kernel, x).why
     assert convolutions(of, kernel, x) > 0
+
+
+def test_without_groups_of_channels_only_groups_of_examples_take_products():
+    def loss(kernel, x):
+        return jnp.sum(convolve(x, kernel, 1) ** 2)
+
+    kernel = generator.normal(size=(3, 3, 2, 4)).astype(np.float32)
+    assert convolutions(clipped_grad(loss, l2_clip_norm=1.0), kernel, X) > 0
+    assert convolutions(clipped_grad(loss, l2_clip_norm=1.0, microbatch_size=3), kernel, X) == 0
 
 
 @pytest.mark.slow
