@@ -78,7 +78,7 @@ def per_sample_gram(
                 return use_gradients(of, examples, route, per_leaf=per_leaf)
 
             added = partial(_added, leaves=len(of.parameters) if per_leaf else None)
-            return for_pairs(gradients, added, of.examples, second, max(1, route.examples))
+            return for_pairs(gradients, added, of.examples, second, route)
 
         return of, compute
 
@@ -95,7 +95,7 @@ def per_sample_gram(
     def gram(*args: Any, other: Any = None, **kwargs: Any) -> Any:
         """Return the inner products for these arguments."""
         of, compute = prepare(args, other, kwargs)
-        found = chunks.first_that_traces(of, compute)[1]
+        found = chunks.results(of, compute)
         return of.gradients(found, bare) if per_leaf else found[0]
 
     def explain(*args: Any, other: Any = None, **kwargs: Any) -> Any:

@@ -88,7 +88,7 @@ def per_sample_moments(
     """
     api = "per_sample_moments"
     of_call = per_example(api, fun, argnums, batch_argnums)
-    chunks = Chunks(api, chunk_size, memory_budget)
+    chunks = Chunks(api, chunk_size, memory_budget, sums=True)
     bare = not isinstance(argnums, (tuple, list))
 
     def prepare(args: Any, kwargs: Any) -> tuple[PerExample, Callable[[MethodChoice], Any]]:
@@ -97,14 +97,14 @@ def per_sample_moments(
         check_two(api, of)
 
         def compute(route: MethodChoice) -> Any:
-            return in_chunks(lambda some: (_sums(of, some, route), ()), of.examples, route.examples)[0]
+            return in_chunks(lambda some: (_sums(of, some, route), ()), of.examples, route)[0]
 
         return of, compute
 
     def moments(*args: Any, **kwargs: Any) -> Moments:
         """Return the moments for these arguments."""
         of, compute = prepare(args, kwargs)
-        first, second = chunks.first_that_traces(of, compute)[1]
+        first, second = chunks.results(of, compute)
         n = of.size
         mean, second = [x / n for x in first], [x / n for x in second]
         variance = [(x - magnitudes(m)) * (n / (n - 1)) for x, m in zip(second, mean, strict=True)]

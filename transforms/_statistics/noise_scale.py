@@ -75,7 +75,7 @@ def gradient_noise_scale(
     """
     api = "gradient_noise_scale"
     of_call = per_example(api, fun, argnums, batch_argnums)
-    chunks = Chunks(api, chunk_size, memory_budget)
+    chunks = Chunks(api, chunk_size, memory_budget, sums=True)
 
     def prepare(args: Any, kwargs: Any) -> tuple[PerExample, Callable[[MethodChoice], Any]]:
         """Return the loss of a call, and a function that computes the sums by a route."""
@@ -88,14 +88,14 @@ def gradient_noise_scale(
                 ones = jnp.ones(len(examples[0]), jnp.float32)
                 return (backward.weighted_sum(ones, None), backward.squares.sum()), ()
 
-            return in_chunks(of_some, of.examples, route.examples)[0]
+            return in_chunks(of_some, of.examples, route)[0]
 
         return of, compute
 
     def scale(*args: Any, **kwargs: Any) -> NoiseScale:
         """Return the noise scale for these arguments."""
         of, compute = prepare(args, kwargs)
-        total, squares = chunks.first_that_traces(of, compute)[1]
+        total, squares = chunks.results(of, compute)
         n = of.size
         dtype = wide(squares.dtype)
         of_mean = sum((magnitudes(x / n).sum().astype(dtype) for x in total), jnp.zeros((), dtype))

@@ -98,14 +98,14 @@ def empirical_ntk(
             def gradients(examples: Sequence[Any]) -> list[OutputGradients]:
                 return kernel.gradients(of, examples, route)
 
-            return for_pairs(gradients, kernel.pairs, of.examples, second, max(1, route.examples))
+            return for_pairs(gradients, kernel.pairs, of.examples, second, route)
 
         return of, compute
 
     def ntk(*args: Any, x2: Any = None) -> jax.Array:
         """Return the kernel for these arguments."""
         of, compute = prepare(args, x2)
-        return chunks.first_that_traces(of, compute)[1]
+        return chunks.results(of, compute)
 
     def explain(*args: Any, x2: Any = None) -> Any:
         """Return the report for these arguments."""

@@ -93,14 +93,14 @@ def per_sample_projection(
             def of_some(examples: list[Any]) -> tuple[Any, jax.Array]:
                 return (), _projected(of, use_gradients(of, examples, route), directions)
 
-            return in_chunks(of_some, of.examples, max(1, route.examples))[1]
+            return in_chunks(of_some, of.examples, route)[1]
 
         return of, compute
 
     def project(key: Any, *args: Any, **kwargs: Any) -> jax.Array:
         """Return the projections for these arguments."""
         of, compute = prepare(key, args, kwargs)
-        return chunks.first_that_traces(of, compute)[1]
+        return chunks.results(of, compute)
 
     def explain(key: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the report for these arguments."""
@@ -307,9 +307,9 @@ def per_sample_jvp(
 
             if route.method == "vmap":
                 return lax.map(of_one, of.examples)
-            return in_chunks(lambda some: ((), jax.vmap(of_one)(some)), of.examples, route.examples)[1]
+            return in_chunks(lambda some: ((), jax.vmap(of_one)(some)), of.examples, route)[1]
 
-        return chunks.first_that_traces(of, compute)[1]
+        return chunks.results(of, compute)
 
     positions = [i + (i > 0) for i in (batch_argnums if isinstance(batch_argnums, (tuple, list)) else (batch_argnums,))]
     return wrap_like(fun, api, on_any_mesh(api, fun, positions, along))

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from .._convolutions.as_products import largest_copies, products_unless_differentiated
 from .._core.arguments import check_count
 from .._core.memory import check_budget, chunk_within
+from .._core.target import platform
+from ..privacy._per_example._estimates.cpu_cost import costs
 from ..privacy._per_example.loss import PerExample
-from ..privacy._per_example.methods import MethodChoice, first_that_traces, in_groups, routes
+from ..privacy._per_example.methods import MethodChoice, first_that_traces, in_groups, on_platform, routes
 from ..privacy._per_example.norms import ExampleGradients
 from ..privacy._per_example.report import Report, report_uses
 from ..privacy._per_example.rules import norm_cost
 
 # The most numbers of gradients, activations and cotangents to keep at a time, unless a chunk size is given.
-_NUMBERS = 2**26
+_NUMBERS = 2**28
 
 
 @dataclass(frozen=True)
@@ -54,49 +59,80 @@ class Statistic:
 
 
 class Chunks:
-    """The number of examples to compute at a time.
+    """The number of examples to compute at a time, and whether their convolutions are computed as matrix products.
 
     Args:
       api: the name for errors.
       chunk_size: the number of examples, or None.
       memory_budget: bytes of temporaries, a string as for `vmap`, or None.
       pairs: whether pairs of examples are computed, so that each chunk is computed once for each other chunk.
+      sums: whether gradients are only summed, so that a CPU takes the quickest number for these, as `clipped_grad`.
 
     Raises:
       TypeError, ValueError: a chunk size or a budget that is no size, or both.
     """
 
-    def __init__(self, api: str, chunk_size: Any, memory_budget: Any, *, pairs: bool = False) -> None:
+    def __init__(
+        self, api: str, chunk_size: Any, memory_budget: Any, *, pairs: bool = False, sums: bool = False
+    ) -> None:
         check_count(api, "chunk_size", chunk_size, optional=True)
-        self._api, self._chunk, self._pairs = api, chunk_size, pairs
+        self._api, self._chunk, self._pairs, self._sums = api, chunk_size, pairs, sums
         self._budget = check_budget(api, memory_budget, chunk_size)
 
-    def first_that_traces(self, of: PerExample, compute: Callable[[MethodChoice], Any]) -> tuple[MethodChoice, Any]:
-        """Return the first route that JAX can trace, and its results; `compute` computes a route."""
-        if self._chunk is None and self._budget is not None and of.size:
-            examples = chunk_within(self._api, lambda n: self._traced(of, n, compute)[1], of.size, self._budget)
-            return self._traced(of, examples, compute)
-        return self._traced(of, self._chunk or self._most(of), compute)
+    def results(self, of: PerExample, compute: Callable[[MethodChoice], Any]) -> Any:
+        """Return the results of the first route that JAX can trace; `compute` computes a route."""
+        return self._results(of, self._given(of, compute), compute)
 
-    def _traced(
-        self, of: PerExample, examples: int, compute: Callable[[MethodChoice], Any]
-    ) -> tuple[MethodChoice, Any]:
-        examples = min(examples, of.size)
-        _ = of.program  # traced with the user's setting of dtype promotion, unlike our sums
-        choice = MethodChoice("book_keeping", examples, "from the activations and cotangents of one backward pass")
-        tried = [_keep(route, examples, self._pairs) for route in routes(of, choice)]
-        with jax.numpy_dtype_promotion("standard"):
-            return first_that_traces(self._api, tried, compute)
+    def route(self, of: PerExample, compute: Callable[[MethodChoice], Any]) -> MethodChoice:
+        """Return the route of the results on the default device."""
+        by_platform = self._routes(of, self._given(of, compute))
+        tried = by_platform["cpu" if platform() == "cpu" else "default"]
+        return first_that_traces(self._api, tried, partial(_promoting, compute))[0]
+
+    def _given(self, of: PerExample, compute: Callable[[MethodChoice], Any]) -> int | None:
+        """Return the number of examples that is given, or that fits into the given budget; None without either."""
+        if self._budget is None or not of.size:
+            return self._chunk
+        return chunk_within(self._api, lambda n: self._results(of, n, compute), of.size, self._budget)
+
+    def _results(self, of: PerExample, examples: int | None, compute: Callable[[MethodChoice], Any]) -> Any:
+        return on_platform(self._api, self._routes(of, examples), partial(_promoting, compute))
+
+    def _routes(self, of: PerExample, examples: int | None) -> dict[str, list[MethodChoice]]:
+        """Return the routes to try in order, by platform."""
+        most = min(examples or self._most(of), of.size)
+        choice = MethodChoice("book_keeping", most, "from the activations and cotangents of one backward pass")
+        choices = {"cpu": self._on_cpu(of, choice, examples is not None), "default": choice}
+        return {
+            platform: [_keep(route, one.examples, self._pairs) for route in routes(of, one)]
+            for platform, one in choices.items()
+        }
+
+    def _on_cpu(self, of: PerExample, choice: MethodChoice, given: bool) -> MethodChoice:
+        """Return the choice for one CPU device; in a loop, XLA's convolutions are slow there."""
+        program = of.program  # traced with the user's setting of dtype promotion, unlike our sums
+        if program.refusal or not 0 < largest_copies(program.closed.jaxpr) < math.inf:
+            return choice
+        if given or not self._sums or choice.examples < of.size or jax.device_count() > 1:
+            return choice._replace(products=choice.examples < of.size)
+        best = min(cost for cost in costs(program, of.size, of.size) if cost.method == choice.method)
+        return choice._replace(examples=best.examples, products=best.products)
 
     def _most(self, of: PerExample) -> int:
         """Return how many examples to compute at a time by default."""
         if self._pairs or of.program.refusal:
-            return of.size
+            return max(1, of.size)
         numbers = sum(norm_cost(use)[1] for use in of.program.uses)
         numbers += sum(
             of.parameters[i].size for use in of.program.uses if use.value.layout is None for i in use.value.leaves
         )
         return max(1, _NUMBERS // max(1, numbers))
+
+
+def _promoting(compute: Callable[[MethodChoice], Any], route: MethodChoice) -> Any:
+    """Compute a route with JAX's standard promotion of dtypes, whatever the user's setting."""
+    with jax.numpy_dtype_promotion("standard"):
+        return compute(route)
 
 
 def _keep(route: MethodChoice, examples: int, pairs: bool) -> MethodChoice:
@@ -110,15 +146,19 @@ def check_two(api: str, of: PerExample) -> None:
         raise ValueError(f"{api}: a variance needs at least two samples, but the batch has {of.size}.")
 
 
-def in_chunks(compute: Callable[[list[Any]], tuple[Any, Any]], examples: Sequence[Any], chunk: int) -> tuple[Any, Any]:
+def in_chunks(
+    compute: Callable[[list[Any]], tuple[Any, Any]], examples: Sequence[Any], route: MethodChoice
+) -> tuple[Any, Any]:
     """Compute some examples at a time: add the first result of `compute` and concatenate the second along axis 0.
 
     Args:
       compute: a function of some examples that returns two pytrees of arrays.
       examples: the examples of the batch, along axis 0 of each array.
-      chunk: the number of examples at a time; the last chunk has the remaining ones.
+      route: has the number of examples at a time, of which the last chunk has the remaining ones, and whether
+        convolutions are computed as matrix products.
     """
-    size = len(examples[0])
+    size, chunk = len(examples[0]), max(1, route.examples)
+    compute = products_unless_differentiated(compute) if route.products else compute
     if chunk >= size:
         return compute(list(examples))
     whole = size // chunk * chunk
@@ -138,7 +178,7 @@ def for_pairs(
     pairs: Callable[[Any, Any], Any],
     examples: Sequence[Any],
     others: Sequence[Any] | None,
-    chunk: int,
+    route: MethodChoice,
 ) -> Any:
     """Compute a pytree of arrays of shape (batch, other batch, ...) from the gradients of all pairs of examples.
 
@@ -148,8 +188,9 @@ def for_pairs(
         arrays.
       examples: the examples of the batch, along axis 0 of each array.
       others: those of the other batch; None for the same.
-      chunk: the number of examples of each batch at a time.
+      route: as for `in_chunks`, for both batches.
     """
+    chunk = max(1, route.examples)
     second = list(examples if others is None else others)
     if chunk >= len(examples[0]) and chunk >= len(second[0]):
         return pairs(gradients(list(examples)), None if others is None else gradients(second))
@@ -161,9 +202,9 @@ def for_pairs(
         def columns(some: list[Any]) -> tuple[Any, Any]:
             return (), _swapped(pairs(one, gradients(some)))
 
-        return (), _swapped(in_chunks(columns, second, chunk)[1])
+        return (), _swapped(in_chunks(columns, second, route)[1])
 
-    return in_chunks(rows, examples, chunk)[1]
+    return in_chunks(rows, examples, route)[1]
 
 
 def _swapped(tree: Any) -> Any:
@@ -197,12 +238,7 @@ def report_of(of: PerExample, chunks: Chunks, compute: Callable[[MethodChoice], 
     program = of.program  # traced here and not inside `eval_shape`, so that it can be reused
     chosen: list[MethodChoice] = []
 
-    def shapes() -> Any:
-        choice, found = chunks.first_that_traces(of, compute)
-        chosen.append(choice)
-        return found
-
-    jax.eval_shape(shapes)
+    jax.eval_shape(lambda: chosen.append(chunks.route(of, compute)))
     uses: list[Any] = []
 
     def found(examples: Any) -> None:

@@ -1,4 +1,4 @@
-"""On a CPU, method="auto" computes convolutions as matrix products in groups of examples, or with channels in groups."""
+"""On a CPU, method="auto" computes convolutions as matrix products in groups of examples or of channels."""
 
 import jax
 import jax.numpy as jnp
