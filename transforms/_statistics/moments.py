@@ -7,14 +7,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from .._calls.explicit_sharding import divided_as
 from .._core.arguments import Argnums, wrap_like
-from .._core.compat import varying, varying_axes
 from ..privacy._per_example.gradient_forms import (
     Dense,
     GradientForm,
-    OuterProduct,
     RowSparse,
     magnitudes,
     wide,
@@ -126,51 +124,42 @@ def _sums(of: PerExample, examples: Sequence[Any], route: MethodChoice) -> tuple
         each = one_at_a_time(of, examples, None)
         return [Dense(x).weighted(weights) for x in each], [magnitudes(widened(x)).sum(0) for x in each]
     found = ExampleGradients(of.program, examples)
-    first = found.weighted_sum(weights)
     groups = of_groups(found)
-    at_uses = {part.use: _squares(part.form) for part in groups if part.use is not None}
-    given, pull = found.wide_operands(frozenset(at_uses), None)
+    sums = [_sums_of_form(part.form, weights) for part in groups]
+    given, pull = found.wide_operands(frozenset(part.use for part in groups if part.use is not None), None)
+
+    def of_parameters(sums: Sequence[jax.Array]) -> list[jax.Array]:
+        at_uses = {part.use: x for part, x in zip(groups, sums, strict=True) if part.use is not None}
+        (totals,) = pull({n: divided_as(x.astype(given[n].dtype), given[n]) for n, x in at_uses.items()})
+        for part, x in zip(groups, sums, strict=True):
+            if part.use is None:
+                (leaf,) = part.leaves
+                totals[leaf] = totals[leaf] + x
+        return totals
+
     # A layout moves elements and changes at most their signs, and so moves their squares, but for the signs.
-    (second,) = pull({n: x.astype(given[n].dtype) for n, x in at_uses.items()})
-    second = [jnp.abs(x) for x in second]
-    for part in groups:
-        if part.use is None:
-            (leaf,) = part.leaves
-            second[leaf] = second[leaf] + _squares(part.form)
-    return first, second
+    first, second = (of_parameters(x) for x in zip(*sums, strict=True))
+    return first, [jnp.abs(x) for x in second]
 
 
-def _squares(form: GradientForm) -> jax.Array:
-    """Return the sum over examples of the squared magnitudes of their gradients, like the operand."""
+def _sums_of_form(form: GradientForm, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the sums over examples of their gradients and of the squared magnitudes, like the operand."""
     if isinstance(form, Dense):
         squares = magnitudes(widened(form.gradients))
-        return Dense(squares).weighted(jnp.ones(len(squares), squares.dtype), finite=True)
+        return form.weighted(weights), Dense(squares).weighted(weights, finite=True)
     if isinstance(form, RowSparse):
         # Cotangents of the same row add up before they are squared. Each of them is one part in `same` of the square.
         same = (form.rows[..., :, None] == form.rows[..., None, :]).astype(wide(form.right.dtype))
         total = jnp.einsum("istu,isud->istd", same, widened(form.right), precision="highest")
         squares = jnp.square(total) / same.sum(-1, keepdims=True)
-        return form._replace(right=squares).weighted(jnp.ones(len(squares), squares.dtype), finite=True)
-    return _squares_of_products(form)
-
-
-def _squares_of_products(form: OuterProduct) -> jax.Array:
-    """Return the sum over examples of (AᵀG)²; for one position it is (A²)ᵀG²."""
-    left, right = widened(form.left), widened(form.right)
-    if left.shape[1:3] == (1, 1):  # a product of matrices: XLA on CPU copies arrays with axes of size 1
-        squares = jnp.matmul(jnp.square(left[:, 0, 0]).T, jnp.square(right[:, 0, 0]), precision="highest")
-        return form.restore(squares[None])
-    if left.shape[2] == 1:
-        squares = jnp.einsum("isp,isd->spd", jnp.square(left[:, :, 0]), jnp.square(right[:, :, 0]), precision="highest")
-        return form.restore(squares)
-
-    # One example at a time: XLA on CPU sums squares over examples on one core, which takes up to 16 times as long.
-    def add(total: jax.Array, factors: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        one, other = factors
-        if len(one) == 1:
-            return total + jnp.square(jnp.matmul(one[0].T, other[0], precision="highest"))[None], None
-        return total + jnp.square(jnp.einsum("stp,std->spd", one, other, precision="highest")), None
-
-    dtype = jnp.promote_types(left.dtype, right.dtype)
-    zeros = varying(jnp.zeros((*left.shape[1::2], right.shape[3]), dtype), varying_axes(left) | varying_axes(right))
-    return form.restore(lax.scan(add, zeros, (left.astype(dtype), right.astype(dtype)))[0])
+        return form.weighted(weights), form._replace(right=squares).weighted(weights, finite=True)
+    if form.left.shape[2] > 1:
+        # One example at a time: XLA on CPU sums squares over examples on one core, which takes up to 16 times as long.
+        first, second = form.fold(lambda sums, x: (sums[0] + x, sums[1] + jnp.square(x)), lambda zeros: (zeros, zeros))
+        return form.restore(first), form.restore(second)
+    left, right = (jnp.square(widened(x)) for x in (form.left, form.right))  # for one position it is (A²)ᵀG²
+    if left.shape[1] == 1:  # a product of matrices: XLA on CPU copies arrays with axes of size 1
+        squares = jnp.matmul(left[:, 0, 0].T, right[:, 0, 0], precision="highest")[None]
+    else:
+        squares = jnp.einsum("isp,isd->spd", left[:, :, 0], right[:, :, 0], precision="highest")
+    return form.weighted(weights), form.restore(squares)

@@ -7,12 +7,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from .._core.arguments import Argnums, wrap_like
-from ..privacy._per_example.gradient_forms import magnitudes, wide
+from ..privacy._per_example.gradient_forms import Dense, OuterProduct, magnitudes, wide
 from ..privacy._per_example.loss import PerExample, on_any_mesh, per_example
-from ..privacy._per_example.methods import Backward, MethodChoice
+from ..privacy._per_example.methods import MethodChoice
+from ..privacy._per_example.norms import ExampleGradients
 from .statistic import Chunks, Statistic, check_two, in_chunks, report_of
+from .use_gradients import one_at_a_time
+
+# Operations in the time in which an element of a gradient is added to a sum and squared.
+_PER_ELEMENT = 48
 
 
 class NoiseScale(NamedTuple):
@@ -84,9 +90,7 @@ def gradient_noise_scale(
 
         def compute(route: MethodChoice) -> Any:
             def of_some(examples: list[Any]) -> tuple[Any, Any]:
-                backward = Backward(of, examples, route)
-                ones = jnp.ones(len(examples[0]), jnp.float32)
-                return (backward.weighted_sum(ones, None), backward.squares.sum()), ()
+                return _sums(of, examples, route), ()
 
             return in_chunks(of_some, of.examples, route)[0]
 
@@ -110,3 +114,37 @@ def gradient_noise_scale(
 
     on_mesh = on_any_mesh(api, fun, batch_argnums, scale, lambda out: out)
     return Statistic(wrap_like(fun, api, on_mesh), on_any_mesh(api, fun, batch_argnums, explain))
+
+
+def _sums(of: PerExample, examples: list[Any], route: MethodChoice) -> tuple[list[jax.Array], jax.Array]:
+    """Return the sums of the gradients of some examples, for each parameter, and of their squared norms."""
+    ones = jnp.ones(len(examples[0]), jnp.float32)
+    if route.method == "vmap":
+        each = list(map(Dense, one_at_a_time(of, examples, None)))
+        squares: Any = sum(x.squared_norm().sum() for x in each)
+        return [x.weighted(ones) for x in each], squares
+    found = ExampleGradients(of.program, examples)
+    alone = dict(next(iter(forms.items())) for _, forms in found.groups if forms is not None and len(forms) == 1)
+    folded = {n: form for n, form in alone.items() if isinstance(form, OuterProduct) and _is_folded(form)}
+
+    def apart() -> tuple[list[jax.Array], jax.Array]:
+        return found.weighted_sum(ones), found.squared_norms.sum()
+
+    def together() -> tuple[list[jax.Array], jax.Array]:
+        known, squares = {}, found.squared_norms_without(folded).sum()
+        for n, form in folded.items():
+            first, second = form.fold(
+                lambda sums, x: (sums[0] + x, sums[1] + magnitudes(x).sum()),
+                lambda zeros: (zeros, magnitudes(zeros).sum()),
+            )
+            known[n], squares = form.restore(first), squares + second
+        return found.weighted_sum(ones, known=known), squares
+
+    # A loop over examples would leave most of an accelerator idle.
+    return lax.platform_dependent(cpu=together, default=apart) if folded else apart()
+
+
+def _is_folded(form: OuterProduct) -> bool:
+    """Return whether a CPU takes longer for inner products of positions than for gradients that it reads twice."""
+    (*_, positions, p), d = form.left.shape, form.right.shape[3]
+    return positions**2 * (p + d) > _PER_ELEMENT * p * d

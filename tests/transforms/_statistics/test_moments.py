@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 from jax import lax
 
 from plurax.transforms import gradient_noise_scale, per_sample_grad, per_sample_moments
+from plurax.transforms.privacy._per_example.gradient_forms import OuterProduct
 
 from .test_gram import batch, loss, parameters, rows_of
 
@@ -34,6 +36,22 @@ def test_equal_to_held_gradients(options: Any) -> None:
     np.testing.assert_allclose(found.noise, noise, 1e-5)
     np.testing.assert_allclose(found.signal, np.square(rows.mean(0)).sum() - noise / len(rows), 1e-4)
     np.testing.assert_allclose(found.scale, found.noise / found.signal, 1e-6)
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_many_positions_of_layers_in_a_loop(chunk: int | None) -> None:
+    generator = np.random.default_rng(0)
+    layers, x = generator.normal(size=(2, 3, 3)), generator.normal(size=(5, 40, 3))
+
+    def of(layers: Any, x: Any) -> Any:
+        return jnp.sum(lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, layers)[0][..., 0])
+
+    # Gradients this small would otherwise be materialized.
+    with jax.enable_x64(True), mock.patch.object(OuterProduct, "smaller", return_value=True):
+        rows = np.asarray(per_sample_grad(of)(layers, x)).reshape(5, -1)
+        found = jax.tree.map(np.asarray, jax.jit(gradient_noise_scale(of, chunk_size=chunk))(layers, x))
+    np.testing.assert_allclose(found.noise, rows.var(0, ddof=1).sum(), 1e-12)
+    np.testing.assert_allclose(found.signal, np.square(rows.mean(0)).sum() - found.noise / 5, 1e-12)
 
 
 def test_rows_read_several_times_add_up_before_they_are_squared() -> None:

@@ -70,6 +70,8 @@ def statistics_of_a_program(data: st.DataObject) -> None:
             way = data.draw(st.sampled_from(WAYS), label="way")
             stack.enter_context(mock.patch("plurax.transforms._statistics.inner_products.way", return_value=way))
             stack.enter_context(mock.patch("plurax.transforms._statistics.inner_products._room", return_value=20))
+            folded = data.draw(st.booleans(), label="folded")
+            stack.enter_context(mock.patch("plurax.transforms._statistics.noise_scale._is_folded", return_value=folded))
         parameters = [generator.normal(size=(N, N)) for _ in range(2)]
         examples = [generator.normal(size=(BATCH, N, N)) for _ in range(2)]
         other = [generator.normal(size=(2, N, N)) for _ in range(2)]

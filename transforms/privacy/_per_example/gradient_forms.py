@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..._core.compat import varying, varying_axes
 from .parameter_uses import ParameterUse
 
 
@@ -108,6 +109,25 @@ class OuterProduct(NamedTuple):
         if batch * positions * (p - d) > p * d:  # XLA on CPU transposes the first operand: the result is smaller
             return self.restore(_product(right, left, dtype).swapaxes(1, 2))
         return self.restore(_product(left, right, dtype))
+
+    def fold(self, add: Callable[[Any, jax.Array], Any], start: Callable[[jax.Array], Any]) -> Any:
+        """Materialize the gradient of one example at a time, in float32 or wider: fold `add` over the examples.
+
+        Args:
+          add: a function of what was found before and of the next gradient, shape (stack, p, d).
+          start: returns what to start with from zeros like a gradient.
+        """
+        left, right = widened(self.left), widened(self.right)
+        dtype = jnp.promote_types(left.dtype, right.dtype)
+
+        def step(found: Any, factors: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
+            one, other = factors
+            if len(one) == 1:
+                return add(found, jnp.matmul(one[0].T, other[0], precision="highest")[None]), None
+            return add(found, jnp.einsum("stp,std->spd", one, other, precision="highest")), None
+
+        zeros = varying(jnp.zeros((*left.shape[1::2], right.shape[3]), dtype), varying_axes(left) | varying_axes(right))
+        return lax.scan(step, start(zeros), (left.astype(dtype), right.astype(dtype)))[0]
 
     def each(self) -> jax.Array:
         """Return the gradient of each example: shape (batch, *operand)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -135,8 +135,17 @@ class ExampleGradients:
     @cached_property
     def squared_norms(self) -> jax.Array:
         """Return the squared norm of each example's gradient."""
+        return self.squared_norms_without(frozenset())
+
+    def squared_norms_without(self, left_out: Collection[int]) -> jax.Array:
+        """Return the squared norm of each example's gradient, without the forms of some uses that are their only ones.
+
+        Args:
+          left_out: the numbers of the uses.
+        """
         total: Any = jnp.zeros(self.values.shape, jnp.promote_types(self.values.dtype, jnp.float32))
-        for form in [*self._forms.values(), *map(Dense, self.held.values())]:
+        added = [form for n, form in self._forms.items() if n not in left_out]
+        for form in [*added, *map(Dense, self.held.values())]:
             total = total + form.squared_norm()
         for _, forms in self.groups:
             # A table that is both indexed and multiplied: ‖A + B‖² = ‖A‖² + ‖B‖² + 2⟨A, B⟩.
@@ -207,15 +216,19 @@ class ExampleGradients:
         batch = self.values.shape
         return [found.get(i, jnp.zeros((*batch, *x.shape), x.dtype)) for i, x in enumerate(self.parameters)]
 
-    def weighted_sum(self, weights: jax.Array, dtype: Any = None) -> list[jax.Array]:
+    def weighted_sum(
+        self, weights: jax.Array, dtype: Any = None, known: Mapping[int, jax.Array] | None = None
+    ) -> list[jax.Array]:
         """Sum `weights` times the gradient over examples, for each parameter; examples of weight zero are excluded.
 
         Args:
           weights: shape (batch,).
           dtype: the dtype of the sum, if it is wider than float32 and the dtypes of the parameters.
+          known: sums of the forms of some uses, like their operands, if they are computed already.
         """
+        known = known or {}
         given, pull = self.wide_operands(frozenset(self._forms), dtype)
-        found = {n: form.weighted(weights, dtype) for n, form in self._forms.items()}
+        found = {n: known[n] if n in known else form.weighted(weights, dtype) for n, form in self._forms.items()}
         return self._summed(given, pull, found, weights, dtype)
 
     def weighted_sum_again(self, examples: Sequence[Any], weights: jax.Array, dtype: Any = None) -> list[jax.Array]:
