@@ -128,10 +128,10 @@ def _sums(of: PerExample, examples: Sequence[Any], route: MethodChoice) -> tuple
     sums = [_sums_of_form(part.form, weights) for part in groups]
     given, pull = found.wide_operands(frozenset(part.use for part in groups if part.use is not None), None)
 
-    def of_parameters(sums: Sequence[jax.Array]) -> list[jax.Array]:
-        at_uses = {part.use: x for part, x in zip(groups, sums, strict=True) if part.use is not None}
+    def of_parameters(of_groups: Sequence[jax.Array]) -> list[jax.Array]:
+        at_uses = {part.use: x for part, x in zip(groups, of_groups, strict=True) if part.use is not None}
         (totals,) = pull({n: divided_as(x.astype(given[n].dtype), given[n]) for n, x in at_uses.items()})
-        for part, x in zip(groups, sums, strict=True):
+        for part, x in zip(groups, of_groups, strict=True):
             if part.use is None:
                 (leaf,) = part.leaves
                 totals[leaf] = totals[leaf] + x
@@ -153,7 +153,7 @@ def _sums_of_form(form: GradientForm, weights: jax.Array) -> tuple[jax.Array, ja
         total = jnp.einsum("istu,isud->istd", same, widened(form.right), precision="highest")
         squares = jnp.square(total) / same.sum(-1, keepdims=True)
         return form.weighted(weights), form._replace(right=squares).weighted(weights, finite=True)
-    if form.left.shape[2] > 1:
+    if form.left.shape[2] != 1:
         # One example at a time: XLA on CPU sums squares over examples on one core, which takes up to 16 times as long.
         first, second = form.fold(lambda sums, x: (sums[0] + x, sums[1] + jnp.square(x)), lambda zeros: (zeros, zeros))
         return form.restore(first), form.restore(second)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from ..privacy._per_example.norms import ExampleGradients
 from .statistic import Chunks, Statistic, check_two, in_chunks, report_of
 from .use_gradients import one_at_a_time
 
-# Operations in the time in which an element of a gradient is added to a sum and squared.
+# Multiplications in the time in which a CPU adds an element of a gradient to a sum, and its square to another.
 _PER_ELEMENT = 48
 
 
@@ -124,13 +125,15 @@ def _sums(of: PerExample, examples: list[Any], route: MethodChoice) -> tuple[lis
         squares: Any = sum(x.squared_norm().sum() for x in each)
         return [x.weighted(ones) for x in each], squares
     found = ExampleGradients(of.program, examples)
-    alone = dict(next(iter(forms.items())) for _, forms in found.groups if forms is not None and len(forms) == 1)
-    folded = {n: form for n, form in alone.items() if isinstance(form, OuterProduct) and _is_folded(form)}
+    folded = {
+        n: form
+        for _, forms in found.groups
+        if forms is not None and len(forms) == 1
+        for n, form in forms.items()
+        if isinstance(form, OuterProduct) and _is_folded(form)
+    }
 
-    def apart() -> tuple[list[jax.Array], jax.Array]:
-        return found.weighted_sum(ones), found.squared_norms.sum()
-
-    def together() -> tuple[list[jax.Array], jax.Array]:
+    def sums(folded: dict[int, OuterProduct]) -> tuple[list[jax.Array], jax.Array]:
         known, squares = {}, found.squared_norms_without(folded).sum()
         for n, form in folded.items():
             first, second = form.fold(
@@ -140,11 +143,13 @@ def _sums(of: PerExample, examples: list[Any], route: MethodChoice) -> tuple[lis
             known[n], squares = form.restore(first), squares + second
         return found.weighted_sum(ones, known=known), squares
 
-    # A loop over examples would leave most of an accelerator idle.
-    return lax.platform_dependent(cpu=together, default=apart) if folded else apart()
+    # A loop over examples would leave most of an accelerator, and other devices, idle.
+    if not folded or jax.device_count() > 1:
+        return sums({})
+    return lax.platform_dependent(cpu=partial(sums, folded), default=partial(sums, {}))
 
 
 def _is_folded(form: OuterProduct) -> bool:
-    """Return whether a CPU takes longer for inner products of positions than for gradients that it reads twice."""
+    """Return whether a CPU is quicker to materialize one gradient at a time than to multiply all pairs of positions."""
     (*_, positions, p), d = form.left.shape, form.right.shape[3]
     return positions**2 * (p + d) > _PER_ELEMENT * p * d

@@ -66,7 +66,8 @@ class Chunks:
       chunk_size: the number of examples, or None.
       memory_budget: bytes of temporaries, a string as for `vmap`, or None.
       pairs: whether pairs of examples are computed, so that each chunk is computed once for each other chunk.
-      sums: whether gradients are only summed, so that a CPU takes the quickest number for these, as `clipped_grad`.
+      sums: whether gradients are only summed: for convolutions, one CPU device then takes the number of examples of
+        least estimated cost, as `clipped_grad` does.
 
     Raises:
       TypeError, ValueError: a chunk size or a budget that is no size, or both.
@@ -104,24 +105,27 @@ class Chunks:
         choice = MethodChoice("book_keeping", most, "from the activations and cotangents of one backward pass")
         choices = {"cpu": self._on_cpu(of, choice, examples is not None), "default": choice}
         return {
-            platform: [_keep(route, one.examples, self._pairs) for route in routes(of, one)]
-            for platform, one in choices.items()
+            name: [_keep(route, one.examples, self._pairs) for route in routes(of, one)]
+            for name, one in choices.items()
         }
 
     def _on_cpu(self, of: PerExample, choice: MethodChoice, given: bool) -> MethodChoice:
-        """Return the choice for one CPU device; in a loop, XLA's convolutions are slow there."""
+        """Return the choice for a CPU, where XLA's convolutions are slow in a loop; on several devices the same."""
         program = of.program  # traced with the user's setting of dtype promotion, unlike our sums
-        if program.refusal or not 0 < largest_copies(program.closed.jaxpr) < math.inf:
+        if program.refusal or jax.device_count() > 1 or not 0 < largest_copies(program.closed.jaxpr) < math.inf:
             return choice
-        if given or not self._sums or choice.examples < of.size or jax.device_count() > 1:
-            return choice._replace(products=choice.examples < of.size)
-        best = min(cost for cost in costs(program, of.size, of.size) if cost.method == choice.method)
-        return choice._replace(examples=best.examples, products=best.products)
+        products = choice.examples < of.size
+        if self._sums and not given:
+            found = [cost for cost in costs(program, of.size, of.size) if cost.method == choice.method]
+            best = min(cost for cost in found if cost.examples <= choice.examples)
+            choice, products = choice._replace(examples=best.examples), best.products
+        why = f"{choice.why}; convolutions as matrix products" if products else choice.why
+        return choice._replace(products=products or self._pairs, why=why)  # for pairs, the other batch may need a loop
 
     def _most(self, of: PerExample) -> int:
         """Return how many examples to compute at a time by default."""
         if self._pairs or of.program.refusal:
-            return max(1, of.size)
+            return of.size
         numbers = sum(norm_cost(use)[1] for use in of.program.uses)
         numbers += sum(
             of.parameters[i].size for use in of.program.uses if use.value.layout is None for i in use.value.leaves

@@ -117,17 +117,17 @@ class OuterProduct(NamedTuple):
           add: a function of what was found before and of the next gradient, shape (stack, p, d).
           start: returns what to start with from zeros like a gradient.
         """
-        left, right = widened(self.left), widened(self.right)
-        dtype = jnp.promote_types(left.dtype, right.dtype)
+        left, right = self.left, self.right
+        dtype = jnp.promote_types(wide(left.dtype), wide(right.dtype))
 
         def step(found: Any, factors: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
-            one, other = factors
+            one, other = (widened(x).astype(dtype) for x in factors)
             if len(one) == 1:
                 return add(found, jnp.matmul(one[0].T, other[0], precision="highest")[None]), None
             return add(found, jnp.einsum("stp,std->spd", one, other, precision="highest")), None
 
         zeros = varying(jnp.zeros((*left.shape[1::2], right.shape[3]), dtype), varying_axes(left) | varying_axes(right))
-        return lax.scan(step, start(zeros), (left.astype(dtype), right.astype(dtype)))[0]
+        return lax.scan(step, start(zeros), (left, right))[0]
 
     def each(self) -> jax.Array:
         """Return the gradient of each example: shape (batch, *operand)."""

@@ -5,16 +5,16 @@ positions, and materializes small gradients. A materialized gradient is written 
 for the sum. "ghost" computes the gradient twice. Groups start every operation and update the sum once for each group,
 but the residuals of a group may stay in the cache between its forward and its backward pass.
 
-Convolutions may be computed as matrix products, if all of them can be, which copies the patches of their inputs. In the
-loop over groups they always are, where XLA's own are many times slower. Outside of it, XLA's own are slower only with
-few channels or with groups of channels.
+Convolutions may be computed as matrix products, if all of them can be, which copies patches of their inputs or parts of
+their results. In the loop over groups they always are, where XLA's own are many times slower. Outside of it, XLA's own
+are slower only with few channels or with groups of channels.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -33,11 +33,12 @@ _OPERATIONS_PER_BYTE = 8.0  # floating-point operations in the time of one byte 
 # An operation on fewer than `_SMALL` bytes takes the time of `_SMALL_START` bytes to start, any other that of `_START`.
 _SMALL, _SMALL_START, _START = 65_536, 25_000, 100_000
 _CACHE, _CACHE_OF_GRADIENTS, _CACHE_OF_PRODUCTS = 16 * 2**20, 10 * 2**20, 8 * 2**20  # bytes
-# Products of a forward and a backward pass, for each product of the forward pass. Each reads and writes images anew.
+# Products of a forward and a backward pass, for each product of the forward pass.
 _PRODUCTS = 3
-# Operations of XLA's convolutions in the time of one byte, beside those of a product: one for each element of a result
-# and of the window, and with groups of channels for each input channel too.
-_AT_WINDOWS, _WITH_GROUPS = 1.4, 0.1
+# What XLA's convolutions take in addition to the time of an equal product, in operations in the time of one byte: two
+# operations for each element of a result and position of the window, in one or two or in three spatial dimensions, and
+# with groups of channels for each channel too.
+_AT_WINDOWS, _AT_WINDOWS_IN_3D, _WITH_GROUPS = 1.4, 0.33, 0.1
 
 
 class Cost(NamedTuple):
@@ -69,19 +70,21 @@ def costs(program: ExampleProgram, batch: int, most: int) -> list[Cost]:
     norms = sum(_bytes(use, program.parameters) for use in program.uses)
     again = _PRODUCTS * _operations(program.closed.jaxpr) / _OPERATIONS_PER_BYTE
     copies = largest_copies(program.closed.jaxpr)
-    by_xla, patches = _of_convolutions(program.closed.jaxpr)
-    passes = _PRODUCTS if by_xla else 1
     # Whether convolutions are products, the bytes of their copies, the additional cost, and the smallest group.
-    by_products, plainly = (True, copies, patches, 1), (False, 0, by_xla, batch)
-    ways = [by_products, plainly] if 0 < copies < math.inf else [(False, 0, 0.0, 1)]
+    ways, reads = [(False, 0.0, 0.0, 1)], 1.0
+    if 0 < copies < math.inf:
+        by_xla, copying, share = _of_convolutions(program.closed.jaxpr)
+        ways = [(True, copies, copying, 1), (False, 0.0, by_xla, batch)]
+        reads = 1 + (_PRODUCTS - 1) * share
     found = []
     for size, (products, copied, slower, least) in itertools.product(range(1, most + 1), ways):
         if most % size or size < least:
             continue
         starts, between = _starts_and_results(program.closed.jaxpr, size)
-        # Residuals between the passes are written and read, unless those of a group fit into the cache.
+        # Residuals between the passes are written and read, unless those of a group fit into the cache. Each product of
+        # a convolution pads or copies its image anew.
         fits = size * (between + copied) <= (_CACHE_OF_PRODUCTS if products else _CACHE)
-        spilled = 0.0 if fits else 2 * batch * (between + copied) * passes
+        spilled = 0.0 if fits else 2 * batch * (between + copied) * reads
         # Each group reads the sum, writes it, and writes its own part of it.
         groups = batch // size * (3 * held + starts) if size < batch else 0
         alone = batch * (norms + slower) + groups + spilled
@@ -120,37 +123,44 @@ def _starts_and_results(jaxpr: Jaxpr, examples: int) -> tuple[int, int]:
     return starts, results
 
 
-def _operations(jaxpr: Jaxpr) -> float:
-    """Return the floating-point operations of the products and convolutions of one example; unroll loops."""
+def _operations(jaxpr: Jaxpr, convolved: bool = False) -> float:
+    """Return the floating-point operations of one example's products and convolutions, or of convolutions only."""
     total = 0.0
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
+    for eqn, iterations in _unrolled(jaxpr):
+        if eqn.primitive.name == "dot_general" and not convolved:
             (contracted, _), _ = eqn.params["dimension_numbers"]
-            total += 2.0 * aval(eqn.outvars[0]).size * math.prod(aval(eqn.invars[0]).shape[i] for i in contracted)
+            terms = math.prod(aval(eqn.invars[0]).shape[i] for i in contracted)
+            total += iterations * 2.0 * aval(eqn.outvars[0]).size * terms
         elif eqn.primitive.name == "conv_general_dilated":
             kernel, spec = aval(eqn.invars[1]), eqn.params["dimension_numbers"].rhs_spec
-            total += 2.0 * aval(eqn.outvars[0]).size * kernel.size / kernel.shape[spec[0]]
-        else:
-            total += _iterations(eqn) * sum(_operations(body) for body in bodies(eqn))
+            total += iterations * 2.0 * aval(eqn.outvars[0]).size * kernel.size / kernel.shape[spec[0]]
     return total
 
 
-def _of_convolutions(jaxpr: Jaxpr) -> tuple[float, float]:
-    """Return the cost for one example of XLA's convolutions beside products, and that of patches; unroll loops."""
-    by_xla = patches = 0.0
+def _of_convolutions(jaxpr: Jaxpr) -> tuple[float, float, float]:
+    """Return the cost of one example's convolutions by XLA, and as products, and their share of all operations."""
+    by_xla = copying = 0.0
+    for eqn, iterations in _unrolled(jaxpr):
+        if eqn.primitive.name == "conv_general_dilated":
+            of = Convolution(eqn)
+            channels = aval(eqn.invars[1]).shape[of.inputs]
+            operations = iterations * 2.0 * math.prod(of.shape) * of.positions
+            if of.groups > 1 or of.batches > 1:
+                by_xla += _PRODUCTS * operations * channels / _WITH_GROUPS
+            else:
+                by_xla += _PRODUCTS * operations / (_AT_WINDOWS if len(of.places) < 3 else _AT_WINDOWS_IN_3D)
+            copied = iterations * of.number * of.positions * min(of.patches, of.parts)
+            copying += _PRODUCTS * copied * aval(eqn.outvars[0]).dtype.itemsize
+    return by_xla, copying, _operations(jaxpr, convolved=True) / max(1.0, _operations(jaxpr))
+
+
+def _unrolled(jaxpr: Jaxpr) -> Iterator[tuple[JaxprEqn, int]]:
+    """Return the operations of a program, at any depth, and how often each of them runs."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name != "conv_general_dilated":
-            inner = [_of_convolutions(body) for body in bodies(eqn)]
-            by_xla += _iterations(eqn) * sum(one for one, _ in inner)
-            patches += _iterations(eqn) * sum(other for _, other in inner)
-            continue
-        of, kernel = Convolution(eqn), aval(eqn.invars[1])
-        operations = 2.0 * math.prod(of.shape) * of.positions
-        grouped = of.groups > 1 or of.batches > 1
-        by_xla += _PRODUCTS * operations * (kernel.shape[of.inputs] / _WITH_GROUPS if grouped else 1 / _AT_WINDOWS)
-        copied = of.number * of.positions * min(of.patches, of.parts)
-        patches += _PRODUCTS * copied * aval(eqn.outvars[0]).dtype.itemsize
-    return by_xla, patches
+        yield eqn, 1
+        for body in bodies(eqn):
+            for inner, iterations in _unrolled(body):
+                yield inner, iterations * _iterations(eqn)
 
 
 def _iterations(eqn: JaxprEqn) -> int:
