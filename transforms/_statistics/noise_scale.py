@@ -18,7 +18,7 @@ from ..privacy._per_example.norms import ExampleGradients
 from .statistic import Chunks, Statistic, check_two, in_chunks, report_of
 from .use_gradients import one_at_a_time
 
-# Multiplications in the time in which a CPU adds an element of a gradient to a sum, and its square to another.
+# How many multiplications a CPU does in the time in which it adds one element of a gradient, and its square, to sums.
 _PER_ELEMENT = 48
 
 

@@ -110,7 +110,7 @@ class Chunks:
         }
 
     def _on_cpu(self, of: PerExample, choice: MethodChoice, given: bool) -> MethodChoice:
-        """Return the choice for a CPU, where XLA's convolutions are slow in a loop; on several devices the same."""
+        """Return the choice for one CPU device, where XLA's convolutions are slow in a loop; on several, `choice`."""
         program = of.program  # traced with the user's setting of dtype promotion, unlike our sums
         if program.refusal or jax.device_count() > 1 or not 0 < largest_copies(program.closed.jaxpr) < math.inf:
             return choice

@@ -138,10 +138,10 @@ class ExampleGradients:
         return self.squared_norms_without(frozenset())
 
     def squared_norms_without(self, left_out: Collection[int]) -> jax.Array:
-        """Return the squared norm of each example's gradient, without the forms of some uses that are their only ones.
+        """Return the squared norm of each example's gradient, without the part of some uses.
 
         Args:
-          left_out: the numbers of the uses.
+          left_out: the numbers of these uses, none of which shares a parameter with another use.
         """
         total: Any = jnp.zeros(self.values.shape, jnp.promote_types(self.values.dtype, jnp.float32))
         added = [form for n, form in self._forms.items() if n not in left_out]
