@@ -210,7 +210,7 @@ class Stepper:
                 search.failed(error)
                 return self._follow(search, inputs, donate, left)
         search.took(steps)
-        if not search.is_open:
+        if not search.is_open and execution == search.best:  # not the candidate whose trial ended the search
             self._remember(inputs, execution, after, donate)
         return after, metrics, execution
 

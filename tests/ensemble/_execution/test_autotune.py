@@ -71,6 +71,21 @@ class Test_a_trainer:
         trainer = self.train(plain, cross_entropy, make_batches(1)[0], 5)
         assert tried(trainer) == {"vmap", "map", "unroll", "loop"}
 
+    def test_later_steps_use_the_choice_and_not_the_candidate_tried_last(
+        self, plain, cross_entropy, make_batches, monkeypatch
+    ) -> None:
+        monkeypatch.setattr(search, "_GAIN", 2.0)  # none can replace the first
+        used, program = [], Executor.program
+        monkeypatch.setattr(Executor, "program", lambda *args: used.append(args[1]) or program(*args))
+        trainer, batch = Trainer(cross_entropy, optax.sgd(0.1), tune_seconds=1e9), make_batches(1)[0]
+        state, _ = trainer.step(trainer.init(created(plain, 2)), batch)
+        while trainer._stepper.search.is_open:
+            state, _ = trainer.step(state, batch)
+        assert used[-1] != VMAP  # the program of the last trial
+        for _ in range(3):
+            state, _ = trainer.step(state, batch)
+        assert used[-1] == trainer.explain().chosen == VMAP
+
     @pytest.mark.slow
     def test_steps_of_a_search_are_steps_of_the_run(self, plain, create, cross_entropy, make_batches, assert_same):
         batches = make_batches(30) * 20
