@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import os
@@ -55,6 +56,9 @@ def interleaved(candidates: dict[Any, Callable[[], Any]], *, rounds: int, second
     Returns:
       For each candidate the times of its rounds in ms, their spread, and the time of the first call in s.
     """
+    # Python's garbage collector would visit the objects of earlier tables, which costs short calls up to a third.
+    gc.collect()
+    gc.freeze()
     first, repeats = {}, {}
     for name, call in candidates.items():
         first[name] = _time(call, 1)
