@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._calls.primals import trainable_of
-from ..._core.arguments import check_callable, check_count, check_number, describe, is_int
+from ..._core.arguments import check_callable, check_count, describe, is_int
 from ..._core.compat import Tracer
 from ..._core.memory import check_budget
 from ..._core.prng import check_key
@@ -45,8 +45,9 @@ class DPSGD:
       loss: `loss(model, *batch)` returns a real scalar. `model` is what was passed to `init`; the batch is a single
         example, as a batch of one, so a loss that averages over its batch needs no change.
       optimizer: an optax `GradientTransformation` or `MultiSteps` that uses only gradients and parameters.
-      l2_clip_norm: the largest norm of an example's gradient; larger gradients are scaled down to it.
-      noise_multiplier: standard deviation of the noise in units of `l2_clip_norm`. Zero is not private: ε is infinite.
+      l2_clip_norm: the largest norm of an example's gradient, or a pytree of them, as for `clipped_grad`.
+      noise_multiplier: standard deviation of the noise in units of `l2_clip_norm`, or of √ΣC² for several norms C. Zero
+        is not private: ε is infinite.
       target_epsilon: the ε that `num_steps` steps may spend, instead of `noise_multiplier`, which is then computed.
       target_delta: the δ for which every ε is computed. A warning is issued if it exceeds `1 / num_examples`.
       num_examples: the number of examples in the data. It is assumed to be public.
@@ -66,14 +67,12 @@ class DPSGD:
       memory_budget: an alternative to `microbatch_size`, as for `clipped_grad`.
       has_aux: whether the loss returns `(scalar, aux)`; the metrics of a step then include the mean of each array in
         `aux`. They are neither clipped nor noised.
+      automatic: γ for automatic clipping, as for `clipped_grad`.
 
     Attributes:
       noise_multiplier: as given, or computed from `target_epsilon`.
       ledger: the settings of a step that the accountant needs.
-      target_delta: as given.
-      accountant: as given.
-      num_examples: as given.
-      num_steps: as given.
+      target_delta, accountant, num_examples, num_steps: as given.
 
     Raises:
       TypeError, ValueError: both or neither of `noise_multiplier` and `target_epsilon`; a number out of range; an
@@ -111,7 +110,7 @@ class DPSGD:
         loss: Callable[..., Any],
         optimizer: Any,
         *,
-        l2_clip_norm: float,
+        l2_clip_norm: Any,
         noise_multiplier: float | None = None,
         target_epsilon: float | None = None,
         target_delta: float,
@@ -125,6 +124,7 @@ class DPSGD:
         microbatch_size: int | None = None,
         memory_budget: int | str | None = None,
         has_aux: bool = False,
+        automatic: float | None = None,
     ) -> None:
         settings.check_extra()
         check_callable("DPSGD", loss, "loss")
@@ -134,17 +134,17 @@ class DPSGD:
         check_budget("DPSGD", memory_budget, microbatch_size, "microbatch_size")
         check_count("DPSGD", "num_examples", num_examples)
         check_count("DPSGD", "num_steps", num_steps)
-        clip = check_number("DPSGD", "l2_clip_norm", l2_clip_norm, lambda x: 0 < x < math.inf, "positive and finite")
+        clipping = settings.checked_clipping(l2_clip_norm, automatic)
         delta, strategy = settings.checked_delta(target_delta, num_examples), settings.checked_strategy(noise_strategy)
         size, probability = settings.checked_sampling(num_examples, expected_batch_size, len(strategy))
         # One cycle through all groups is accounted for as a single Poisson-sampled step: see `Ledger._rounds`.
         rounds = math.ceil(num_steps / len(strategy))
         sigma = settings.checked_noise(noise_multiplier, target_epsilon, probability, rounds, delta, accountant)
-        self.ledger = Ledger(sigma, probability, clip, size, strategy)
+        self.ledger = Ledger(sigma, probability, clipping.l2_norm_bound(), size, strategy)
         self.noise_multiplier, self.target_delta = sigma, delta
         self.accountant, self.num_examples, self.num_steps = accountant, int(num_examples), int(num_steps)
         self._step = PrivateStep(
-            loss, optimizer, self.ledger, method, keep_batch_dim, microbatch_size, memory_budget, has_aux
+            loss, optimizer, self.ledger, clipping, method, keep_batch_dim, microbatch_size, memory_budget, has_aux
         )
         self._latest: Callable[[], Any] = lambda: None  # a weak reference to the state that `step` returned last
         self._compiled_step = jax.jit(self._step)
@@ -225,7 +225,7 @@ class DPSGD:
 
         Returns:
           The new state and the metrics, with the members along axis 0 for an ensemble. "loss" is the mean over the
-          batch (NaN if it has no examples), and "clipped" the fraction of examples whose gradients were scaled down.
+          batch (NaN if it has no examples), and "clipped" the fraction of examples with a norm above its clip norm.
           With `has_aux`, each array in `aux` is averaged over the batch too: under its own name if `aux` is a dict,
           otherwise as "aux". Metrics are computed from the data without noise: do not publish them.
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..._core.arguments import check_choice, check_number, describe
 from ..._runs.optimizer import as_transform
+from .._per_example.clip_norms import ClipNorms, clip_norms
 from .accounting import Accountant, calibrate
 
 
@@ -26,6 +27,14 @@ def checked_delta(target_delta: Any, num_examples: int) -> float:
             stacklevel=3,
         )
     return delta
+
+
+def checked_clipping(l2_clip_norm: Any, automatic: Any) -> ClipNorms:
+    """Return the clip norms; raise unless all are positive and finite."""
+    found = clip_norms("DPSGD", l2_clip_norm, automatic)
+    for norm in found.norms:
+        check_number("DPSGD", "l2_clip_norm", norm, lambda x: 0 < x < math.inf, "positive and finite")
+    return found
 
 
 def checked_sampling(num_examples: int, expected_batch_size: Any, bands: int) -> tuple[float, float]:

@@ -16,6 +16,7 @@ from ..._core.arguments import describe, leaf_name
 from ..._models.equinox import differentiated
 from ..._models.split_model import SplitModel, split
 from ..._runs.optimizer import check_opt_state
+from .._per_example.clip_norms import ClipNorms
 from .._per_example.clipped import clipped_grad
 from .._per_example.methods import Method
 from .accounting import Ledger
@@ -38,6 +39,7 @@ class PrivateStep:
     loss: Callable[..., Any]
     optimizer: Any
     ledger: Ledger
+    clipping: ClipNorms
     method: Method
     keep_batch_dim: bool
     microbatch_size: int | None
@@ -111,7 +113,8 @@ class PrivateStep:
             return_grad_norms=True,
             # With half-precision parameters, gradients are summed and noise is added in float32.
             dtype=jnp.result_type(jnp.float32, *jax.tree.leaves(trainable)),
-            l2_clip_norm=self.ledger.l2_clip_norm,
+            l2_clip_norm=self.clipping.given(),
+            automatic=self.clipping.automatic,
             method=self.method,
             keep_batch_dim=self.keep_batch_dim,
             microbatch_size=self.microbatch_size,
@@ -133,9 +136,7 @@ class PrivateStep:
         def mean(x: jax.Array) -> jax.Array:
             return jnp.where(real.reshape(-1, *[1] * (x.ndim - 1)), x, 0).sum(0) / real.sum()
 
-        # Not `>`: a NaN norm counts as clipped.
-        clipped = ~(each.grad_norms <= self.ledger.l2_clip_norm)
-        metrics = {"loss": mean(each.values), "clipped": mean(clipped)}
+        metrics = {"loss": mean(each.values), "clipped": mean(self.clipping.exceeded(each.grad_norms))}
         return (tree, opt_state, noise_state), metrics | jax.tree.map(mean, _metrics_of(each.aux))
 
 

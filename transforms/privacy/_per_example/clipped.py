@@ -12,10 +12,10 @@ import jax.numpy as jnp
 
 from ..._convolutions.as_products import products_unless_differentiated
 from ..._core.arguments import Argnums, check_count, check_number, describe, is_int, wrap_like
-from ..._core.compat import Tracer
 from ..._core.memory import check_budget
 from ..._core.target import platform
 from .budget import within_budget
+from .clip_norms import ClipGroups, clip_norms
 from .gradient_forms import wide
 from .in_backward import in_backward
 from .loss import PerExample, on_any_mesh, per_example
@@ -39,7 +39,8 @@ class Aux(NamedTuple):
 
     Attributes:
       values: the loss of each sample, shape (batch,).
-      grad_norms: the norm of each sample's gradient before clipping, shape (batch,).
+      grad_norms: the norm of each sample's gradient before clipping, shape (batch,); in the structure of `l2_clip_norm`
+        if that is a pytree.
       aux: the auxiliary output of the loss, as a pytree with the samples along axis 0.
     """
 
@@ -113,7 +114,7 @@ def clipped_grad(
     argnums: Argnums = 0,
     has_aux: bool = False,
     *,
-    l2_clip_norm: float,
+    l2_clip_norm: Any,
     rescale_to_unit_norm: bool = False,
     normalize_by: float = 1.0,
     batch_argnums: Argnums = 1,
@@ -128,6 +129,7 @@ def clipped_grad(
     spmd_axis_name: str | None = None,
     method: Method = "auto",
     memory_budget: int | str | None = None,
+    automatic: float | None = None,
 ) -> ClippedGrad:
     """Sum the clipped gradients of the samples of a batch.
 
@@ -138,7 +140,9 @@ def clipped_grad(
       fun: as for `per_sample_grad`.
       argnums: as for `per_sample_grad`; gradients are clipped by their joint norm over all of these arguments.
       has_aux: whether `fun` returns `(loss, aux)`.
-      l2_clip_norm: the largest norm of a sample's gradient; larger gradients are scaled down to it.
+      l2_clip_norm: the largest norm of a sample's gradient; larger gradients are scaled down to it. A pytree of numbers
+        clips each part of the gradient by its own norm: for parameters `{"embed": ..., "layers": [...]}`, the norms
+        `{"embed": 0.1, "layers": 1.0}`. It is a prefix of the gradients; dicts may stand for the states of modules.
       rescale_to_unit_norm: whether to divide clipped gradients by `l2_clip_norm`, so that their norm is at most one.
       normalize_by: the divisor of the sum.
       batch_argnums: as for `per_sample_grad`.
@@ -163,6 +167,9 @@ def clipped_grad(
         "book_keeping" and "vmap", the number of samples at a time, and whether convolutions become matrix products. If
         an operation supports no such method (JAX cannot map it over samples, for example), `jax.grad` runs on one
         sample at a time, and `explain` reports this.
+      automatic: γ > 0 for automatic clipping: each gradient g (of each part, for a pytree of norms) is multiplied by
+        C / (‖g‖ + γ) with the clip norm C, so that C acts as a part of the learning rate only. The sensitivity is as
+        without it. A gradient of zero stays zero.
       memory_budget: an alternative to `microbatch_size`: bytes, or a string as for `vmap`. The quickest way whose
         compiled temporaries fit is used. With method="auto" that may also be "mixed": book-keeping for the first
         parameter uses and "ghost" for all later ones; and any of them for groups of samples. `explain` reports it.
@@ -211,8 +218,7 @@ def clipped_grad(
     check_method("clipped_grad", method)
     check_count("clipped_grad", "microbatch_size", microbatch_size, optional=True)
     budget = check_budget("clipped_grad", memory_budget, microbatch_size, "microbatch_size")
-    if not isinstance(l2_clip_norm, Tracer):
-        l2_clip_norm = check_number("clipped_grad", "l2_clip_norm", l2_clip_norm, lambda x: x >= 0, "at least 0")
+    clipping = clip_norms("clipped_grad", l2_clip_norm, automatic, rescale=rescale_to_unit_norm, nan_safe=nan_safe)
     normalize_by = check_number("clipped_grad", "normalize_by", normalize_by, lambda x: x > 0, "positive")
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"clipped_grad: dtype must be floating point, such as jnp.float32, but got {dtype!r}.")
@@ -222,6 +228,15 @@ def clipped_grad(
         needs = f'pre_clipping_transform needs each gradient, which method="{method}" does not compute'
         raise ValueError(f'clipped_grad: {needs}; omit method, or pass "vmap".')
     bare = not isinstance(argnums, (tuple, list))
+
+    def groups_of(of: PerExample) -> ClipGroups | None:
+        """Return the clip groups of the parameters; None if there is one clip norm."""
+        numbered = of.gradients(list(range(len(of.parameters))), bare)
+        found = clipping.groups("clipped_grad", numbered)
+        if found is None:
+            return None
+        by_leaf = dict(zip(jax.tree.leaves(numbered), found.of_leaf, strict=True))
+        return found._replace(of_leaf=tuple(by_leaf[i] for i in range(len(by_leaf))))
 
     def routes_for(of: PerExample, compute: Callable[[MethodChoice], Any]) -> dict[str, list[MethodChoice]]:
         """Return the routes to try in order, by platform; the first is the requested or chosen method."""
@@ -246,19 +261,21 @@ def clipped_grad(
 
     def compute(of: PerExample, padding: jax.Array, choice: MethodChoice) -> tuple[Any, Any]:
         """Return the normalized sum, and for each example its loss, its norm and its auxiliary output."""
-        user = pre_clipping_transform
+        user, groups = pre_clipping_transform, groups_of(of)
         transform = None if user is None else lambda leaves: user(of.gradients(leaves, bare))
+        sums = jax.eval_shape(transform, of.parameters) if transform else of.parameters
+        after = clipping.groups("clipped_grad", sums) if transform else None
 
         def of_some(examples: list[Any], padding: jax.Array) -> tuple[Any, Any]:
             """Return the clipped sum of one group, and the values, norms and aux of its examples."""
-            backward = Backward(of, examples, choice, spmd_axis_name, transform)
+            backward = Backward(of, examples, choice, spmd_axis_name, transform, groups, after)
             norms = jnp.sqrt(backward.squares)
-            weights = _clip_weights(backward.norms_to_clip(), l2_clip_norm, rescale_to_unit_norm, nan_safe)
+            weights = clipping.weights(backward.norms_to_clip())
             # A weight of zero excludes an example, even if its gradient is NaN.
-            total = backward.weighted_sum(jnp.where(padding, 0.0, weights), dtype)
+            excluded = padding if groups is None else padding[:, None]
+            total = backward.weighted_sum(jnp.where(excluded, 0.0, weights), dtype)
             return total, (backward.values, norms, backward.aux)
 
-        sums = jax.eval_shape(transform, of.parameters) if transform else of.parameters
         start = jax.tree.map(lambda x: jnp.zeros(x.shape, wide(x.dtype, dtype)), sums)
         of_group = products_unless_differentiated(of_some) if choice.products else of_some
         total, each = in_groups(of_group, of.examples, padding, choice.examples, start)
@@ -281,7 +298,7 @@ def clipped_grad(
             return result
         return result, Aux(
             values if return_values else None,
-            norms if return_grad_norms else None,
+            clipping.shaped(norms) if return_grad_norms else None,
             of.aux(aux) if has_aux else None,
         )
 
@@ -303,30 +320,21 @@ def clipped_grad(
             if choice.method == "vmap":
                 uses.extend(report_uses(program, of.names(), None))
                 return
-            gradients = ExampleGradients(program, examples, spmd_axis_name)
+            groups = groups_of(of)
+            gradients = ExampleGradients(program, examples, spmd_axis_name, clip_groups=groups)
             first = 0 if choice.method == "ghost" else choice.inside_from
-            inside = None if first is None else in_backward(program.plan, spmd_axis_name, first)
-            uses.extend(report_uses(program, of.names(), gradients.forms_summed(inside), inside))
+            inside = None if first is None else in_backward(program.plan, spmd_axis_name, first, groups)
+            uses.extend(report_uses(program, of.names(), gradients.forms_summed(inside), inside, groups))
 
         jax.eval_shape(found, of.examples)
         return Report(choice.method, choice.examples, choice.why, uses)
 
-    bound = (1.0 if rescale_to_unit_norm else l2_clip_norm) / normalize_by
+    bound = clipping.l2_norm_bound() / normalize_by
     has_more = has_aux or return_values or return_grad_norms
     like = argnums if pre_clipping_transform is None else None
     on_mesh = on_any_mesh("clipped_grad", fun, batch_argnums, clipped, lambda out: out[0] if has_more else out, like)
     explained = on_any_mesh("clipped_grad", fun, batch_argnums, explain)
     return ClippedGrad(wrap_like(fun, "clipped_grad", on_mesh), bound, has_more, explained)
-
-
-def _clip_weights(norms: jax.Array, l2_clip_norm: Any, rescale_to_unit_norm: bool, nan_safe: bool) -> jax.Array:
-    """Return the factor of each example's gradient: min(1, C / norm), divided by C to rescale to unit norm."""
-    bound = jnp.maximum(l2_clip_norm, 0.0)  # a traced one may be negative
-    weights = jnp.minimum(1.0, bound / norms)
-    if rescale_to_unit_norm:
-        weights = jnp.where(bound > 0, weights / bound, 1 / norms)
-    weights = jnp.where(jnp.isfinite(weights), weights, 0.0)  # a zero gradient stays zero for any bound
-    return jnp.where(jnp.isfinite(norms), weights, 0.0 if nan_safe else jnp.nan)
 
 
 def _padding(given: Any, size: int) -> jax.Array:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from ..._core.compat import varying, varying_axes
 from ..._core.jaxpr import aval, evaluate, with_inner
+from .clip_norms import ClipGroups, of_group
 from .gradient_forms import GradientForm, OuterProduct, rounding, wide, without_transposes
 from .parameter_uses import ParameterUse, UsePlan, has_nonlinear_backward, is_real, sharing
 from .rules import forms_at, reads_values, sides_of_product, takes_rows
@@ -36,14 +37,16 @@ class InBackward(NamedTuple):
       lookups: for each of them that is a product with a table, the numbers of the lookups in the same table.
       largest: the most numbers in one array of the program, for one example.
       spmd_axis_name: as for `jax.vmap`.
-      weight: the weight of the example that is evaluated, to sum weighted gradients, all of which are finite; None to
-        compute norms.
+      clip_groups: as for `ExampleGradients`.
+      weight: the weight of the example that is evaluated (with clip groups, one for each), to sum weighted gradients,
+        all of which are finite; None to compute norms.
     """
 
     uses: frozenset[int]
     lookups: dict[int, list[int]]
     largest: int
     spmd_axis_name: str | None
+    clip_groups: ClipGroups | None = None
     weight: Any = None
 
     def entries(self, plan: UsePlan, n: int, batch: int) -> list[jax.Array]:
@@ -115,26 +118,33 @@ class InBackward(NamedTuple):
             if weights is None:
                 sums = _norms(form, self.summed(use, form), rows, use)
             else:
-                sums = [form.weighted(weights, dummies[0].dtype, finite=True).astype(dummies[0].dtype)]
+                group = None if self.clip_groups is None else self.clip_groups.common(use.value.leaves)
+                own = of_group(weights, group)
+                sums = [form.weighted(own, dummies[0].dtype, finite=True).astype(dummies[0].dtype)]
             return [pulled.get(k) for k in range(len(read))], sums, [None] * len(rows), None
 
         batch.defvjp(forward, backward)
         return one(values, dummies, rows, self.weight)
 
 
-def in_backward(plan: UsePlan, spmd_axis_name: str | None, first: int = 0) -> InBackward:
+def in_backward(
+    plan: UsePlan, spmd_axis_name: str | None, first: int = 0, clip_groups: ClipGroups | None = None
+) -> InBackward:
     """Find the uses of a program, from number `first` on, that get a backward rule of their own."""
     found: list[int] = []
     lookups: dict[int, list[int]] = {}
     for group in sharing(plan.uses):
         product = _product_with_table(plan.uses, group)
+        leaves = frozenset[int]().union(*(plan.uses[n].value.leaves for n in group))
+        if clip_groups is not None and clip_groups.common(leaves) is None:
+            continue
         if len(group) == 1 and group[0] >= first and _adds_alone(plan.uses, group[0]):
             found += group
         elif product is not None and product >= first:
             found.append(product)
             lookups[product] = [n for n in group if n != product]
     largest = max((aval(out).size for eqn in with_inner(plan.closed.jaxpr.eqns) for out in eqn.outvars), default=0)
-    return InBackward(frozenset(found), lookups, largest, spmd_axis_name)
+    return InBackward(frozenset(found), lookups, largest, spmd_axis_name, clip_groups)
 
 
 def has_linear_backward(plan: UsePlan) -> bool:

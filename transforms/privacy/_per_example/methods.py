@@ -19,6 +19,7 @@ from ..._core.compat import varying, varying_axes
 from ..._core.prng import is_key
 from ._estimates.cpu_cost import costs
 from ._estimates.temporaries import added_bytes, ordinary_bytes
+from .clip_norms import ClipGroups, of_group, sum_by_group
 from .gradient_forms import Dense
 from .in_backward import in_backward
 from .loss import ExampleProgram, PerExample
@@ -206,11 +207,13 @@ class Backward:
       choice: the method; its number of examples is that of these examples.
       spmd_axis_name: as for `jax.vmap`.
       transform: applied to each example's gradients before clipping; only for "vmap".
+      clip_groups: as for `ExampleGradients`.
+      transformed_groups: the groups of the results of `transform`.
 
     Attributes:
       values: the loss of each example.
       aux: the auxiliary output of the loss for each example.
-      squares: the squared norm of each example's gradient.
+      squares: the squared norm of each example's gradient, for each group.
     """
 
     def __init__(
@@ -220,19 +223,21 @@ class Backward:
         choice: MethodChoice,
         spmd_axis_name: str | None = None,
         transform: Callable[[list[Any]], Any] | None = None,
+        clip_groups: ClipGroups | None = None,
+        transformed_groups: ClipGroups | None = None,
     ) -> None:
-        self._examples, self._found = list(examples), None
+        self._examples, self._found, self._clip_groups = list(examples), None, clip_groups
         if choice.method == "vmap":
             (self.values, self.aux), self._each = each_gradient(of, self._examples, spmd_axis_name)
-            self.squares = clipped = _squares(self._each)
+            self.squares = clipped = _squares(self._each, clip_groups)
             if transform is not None:
-                self._each = _mapped(transform, self._each)
-                clipped = _squares(self._each)
+                self._each, self._clip_groups = _mapped(transform, self._each), transformed_groups
+                clipped = _squares(self._each, transformed_groups)
             self._clipped = jnp.sqrt(clipped)
             return
         with _PROMOTES():
-            self._inside_from = 0 if choice.method == "ghost" else choice.inside_from
-            self._found = ExampleGradients(of.program, self._examples, spmd_axis_name, self._inside_from)
+            inside = self._inside_from = 0 if choice.method == "ghost" else choice.inside_from
+            self._found = ExampleGradients(of.program, self._examples, spmd_axis_name, inside, clip_groups=clip_groups)
             self.values, self.aux, self.squares = self._found.values, self._found.aux, self._found.squared_norms
             self._clipped = self._found.upper_norms()
 
@@ -245,10 +250,13 @@ class Backward:
     def weighted_sum(self, weights: jax.Array, dtype: Any) -> Any:
         """Sum `weights` times the gradient over the examples, in `dtype` or wider.
 
-        Examples of weight zero are excluded, even if their gradients are NaN.
+        Examples of weight zero are excluded, even if their gradients are NaN. With clip groups, each has its weights.
         """
         if self._found is None:
-            return jax.tree.map(lambda x: Dense(x).weighted(weights, dtype), self._each)
+            leaves, treedef = jax.tree.flatten(self._each)
+            groups = [None] * len(leaves) if self._clip_groups is None else self._clip_groups.of_leaf
+            sums = [Dense(x).weighted(of_group(weights, group), dtype) for x, group in zip(leaves, groups, strict=True)]
+            return jax.tree.unflatten(treedef, sums)
         with _PROMOTES():
             if self._inside_from is not None:
                 return self._found.weighted_sum_again(self._without_excluded(weights), weights, dtype)
@@ -260,7 +268,7 @@ class Backward:
         The gradient of a weighted loss would be NaN if an example of weight 0 had an infinite gradient. The choice also
         keeps XLA from merging both passes into one (by CSE), which `lax.optimization_barrier` does not on a CPU.
         """
-        has_weight = weights != 0
+        has_weight = (weights != 0).reshape(len(weights), -1).any(1)
         places = jnp.arange(len(weights))
         is_first = places == jnp.where(has_weight, places, len(weights)).min()
 
@@ -299,7 +307,10 @@ def _mapped(transform: Callable[[list[Any]], Any], each: list[jax.Array]) -> Any
     return jax.vmap(transform)(each)
 
 
-def _squares(gradients: Any) -> jax.Array:
-    """Return the squared norm of each example's gradients, over all arrays of a pytree."""
-    total: Any = sum(Dense(x).squared_norm() for x in jax.tree.leaves(gradients))
-    return total
+def _squares(gradients: Any, groups: ClipGroups | None) -> jax.Array:
+    """Return the squared norm of each example's gradients, over all arrays of a pytree or of each clip group."""
+    leaves = [Dense(x).squared_norm() for x in jax.tree.leaves(gradients)]
+    if groups is None:
+        total: Any = sum(leaves)
+        return total
+    return sum_by_group(groups, zip(groups.of_leaf, leaves, strict=True), jnp.zeros_like(sum(leaves)))

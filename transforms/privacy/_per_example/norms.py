@@ -14,6 +14,7 @@ from ..._calls.explicit_sharding import divided_as
 from ..._convolutions.as_products import has_convolution
 from ..._core.compat import varying, varying_axes
 from ..._core.jaxpr import evaluate, interpret
+from .clip_norms import ClipGroups, of_group, sum_by_group
 from .gradient_forms import Dense, GradientForm, OuterProduct, RowSparse, merged, rounding, wide, widened
 from .in_backward import InBackward, has_linear_backward, in_backward
 from .loss import ExampleProgram
@@ -32,6 +33,8 @@ class ExampleGradients:
       inside_from: the number of the first use whose norm is computed inside the backward pass if possible, and whose
         gradients are summed in a second pass; None to keep the forms of all uses for the sum.
       seed: the cotangent of each example's output, of one shape for all; None for ones.
+      clip_groups: the groups of parameters with a norm of their own; None for one norm. With them, norms and weights
+        have the shape (batch, groups) instead of (batch,).
 
     Attributes:
       values: the loss of each example.
@@ -49,12 +52,16 @@ class ExampleGradients:
         spmd_axis_name: str | None = None,
         inside_from: int | None = None,
         seed: Any = None,
+        clip_groups: ClipGroups | None = None,
     ) -> None:
         if program.refusal:  # `first_that_traces` then falls back to `jax.grad`
             raise NotImplementedError(program.refusal)
         self._program, self._plan, self.parameters = program, program.plan, program.parameters
         self.uses, self._spmd, self._seed = program.uses, spmd_axis_name, seed
-        self._inside = None if inside_from is None else in_backward(self._plan, spmd_axis_name, inside_from)
+        self._clip_groups = clip_groups
+        self._inside = None
+        if inside_from is not None:
+            self._inside = in_backward(self._plan, spmd_axis_name, inside_from, clip_groups)
         self._keeps = inside_from != 0  # whether forms of the first pass are kept for the sum
         zeros = zero_perturbations(self._plan, examples[0].shape[0], self._inside)
         self.values, self.aux, records, cotangents = self._backward(examples, zeros, self._inside)
@@ -63,15 +70,27 @@ class ExampleGradients:
         # parameters, as few forms as possible, or materialized gradients of these parameters.
         self._at_uses = self._forms_at_uses(records, cotangents)
         groups = ([n for n in group if n in self._at_uses] for group in sharing(self.uses))
-        self.groups = [
-            (group, merged([(n, self.uses[n], self._at_uses[n]) for n in group])) for group in groups if group
-        ]
+        self.groups = [(group, self._merged(group)) for group in groups if group]
         self._forms = {n: form for _, forms in self.groups for n, form in (forms or {}).items()}
         self.held: dict[int, jax.Array] = {}
         for group, forms in self.groups:
             if forms is None:
                 for leaf, gradients in self.of_leaves(group).items():
                     self.held[leaf] = self.held.get(leaf, 0) + gradients
+
+    def _merged(self, group: Sequence[int]) -> dict[int, GradientForm] | None:
+        """Return the common forms of some uses; None if their gradients are materialized."""
+        if self._clip_groups is not None and any(self._clip_group(n) is None for n in group):
+            return None  # a use of parameters with norms of their own has no norm for each of them
+        return merged([(n, self.uses[n], self._at_uses[n]) for n in group])
+
+    def _clip_group(self, n: int) -> int | None:
+        """Return the clip group of the parameters of a use; None without groups, or if there are several."""
+        return None if self._clip_groups is None else self._clip_groups.common(self.uses[n].value.leaves)
+
+    def _group_of_leaf(self, leaf: int) -> int | None:
+        """Return the clip group of a parameter; None without groups."""
+        return None if self._clip_groups is None else self._clip_groups.of_leaf[leaf]
 
     def _backward(
         self, examples: Sequence[Any], zeros: Perturbations, inside: InBackward | None, weights: Any = None
@@ -134,32 +153,39 @@ class ExampleGradients:
 
     @cached_property
     def squared_norms(self) -> jax.Array:
-        """Return the squared norm of each example's gradient."""
+        """Return the squared norm of each example's gradient, for each clip group."""
         return self.squared_norms_without(frozenset())
 
     def squared_norms_without(self, left_out: Collection[int]) -> jax.Array:
-        """Return the squared norm of each example's gradient, without the part of some uses.
+        """Return the squared norm of each example's gradient, for each clip group, without the part of some uses.
 
         Args:
           left_out: the numbers of these uses, none of which shares a parameter with another use.
         """
-        total: Any = jnp.zeros(self.values.shape, jnp.promote_types(self.values.dtype, jnp.float32))
-        added = [form for n, form in self._forms.items() if n not in left_out]
-        for form in [*added, *map(Dense, self.held.values())]:
-            total = total + form.squared_norm()
-        for _, forms in self.groups:
+        terms: list[tuple[int | None, Any]] = []
+        for n, form in self._forms.items():
+            if n not in left_out:
+                terms.append((self._clip_group(n), form.squared_norm()))
+        for leaf, gradients in self.held.items():
+            terms.append((self._group_of_leaf(leaf), Dense(gradients).squared_norm()))
+        for group, forms in self.groups:
             # A table that is both indexed and multiplied: ‖A + B‖² = ‖A‖² + ‖B‖² + 2⟨A, B⟩.
             rows = [form for form in (forms or {}).values() if isinstance(form, RowSparse)]
             factors = [form for form in (forms or {}).values() if isinstance(form, OuterProduct)]
-            total = total + sum(row.cross(factor) for row in rows for factor in factors)
+            terms += [(self._clip_group(group[0]), row.cross(factor)) for row in rows for factor in factors]
         for n, (_, *at_rows) in self._entries.items():
-            total = total + self._entry(n, 0)
+            terms.append((self._clip_group(n), self._entry(n, 0)))
             lookups = self._inside.lookups.get(n, []) if self._inside else []
             for lookup, found in zip(lookups, at_rows, strict=True):
                 form = self._at_uses[lookup]
                 assert isinstance(form, RowSparse)
-                total = total + 2 * (found * widened(form.right)[:, 0]).sum((1, 2))
-        return jnp.maximum(total, 0)  # if terms cancel, a rounding error of either sign remains
+                terms.append((self._clip_group(n), 2 * (found * widened(form.right)[:, 0]).sum((1, 2))))
+        # If terms cancel, a rounding error of either sign remains.
+        return jnp.maximum(sum_by_group(self._clip_groups, terms, self._zero()), 0)
+
+    def _zero(self) -> jax.Array:
+        """Return zeros of shape (batch,) to add squared norms to."""
+        return jnp.zeros(self.values.shape, jnp.promote_types(self.values.dtype, jnp.float32))
 
     def _entry(self, n: int, k: int) -> jax.Array:
         """Return an entry of the sums that were computed inside the backward pass, added over the loops of a use."""
@@ -167,7 +193,7 @@ class ExampleGradients:
         return found[..., k].sum(tuple(range(1, found.ndim - 1)))
 
     def upper_norms(self) -> jax.Array:
-        """Return the norms to clip by: upper bounds on the gradient norms that include rounding errors.
+        """Return the norms to clip by, for each clip group: upper bounds on norms that include rounding errors.
 
         The terms of a gradient, which are positions or uses of a parameter, may cancel. Its norm from inner products
         and the sum of the terms are then only as accurate as the rounding errors of the largest terms.
@@ -179,12 +205,13 @@ class ExampleGradients:
         for group, forms in self.groups:
             for form in (forms or {}).values():
                 bounds = rounding([self._at_uses[n] for n in group], form, eps, twice)
-                added.append(bounds[0])
-                least.append(bounds[1])
+                added.append((self._clip_group(group[0]), bounds[0]))
+                least.append((self._clip_group(group[0]), bounds[1]))
         for n in self._entries:
-            added.append(self._entry(n, 1))
-            least.append(self._entry(n, 2))
-        norms = jnp.sqrt(jnp.maximum(squares + sum(added), sum(least)))
+            added.append((self._clip_group(n), self._entry(n, 1)))
+            least.append((self._clip_group(n), self._entry(n, 2)))
+        upper, lower = (sum_by_group(self._clip_groups, terms, self._zero()) for terms in (added, least))
+        norms = jnp.sqrt(jnp.maximum(squares + upper, lower))
         # A bfloat16 factor times its weight is rounded, and may grow. In a second pass, XLA may omit other roundings to
         # half precision than in the first.
         grown = [form.eps() / 2 for form in self._forms.values() if isinstance(form, OuterProduct)]
@@ -222,14 +249,18 @@ class ExampleGradients:
         """Sum `weights` times the gradient over examples, for each parameter; examples of weight zero are excluded.
 
         Args:
-          weights: shape (batch,).
+          weights: shape (batch,); with clip groups (batch, groups).
           dtype: the dtype of the sum, if it is wider than float32 and the dtypes of the parameters.
           known: sums of the forms of some uses, like their operands, if they are computed already.
         """
         known = known or {}
         given, pull = self.wide_operands(frozenset(self._forms), dtype)
-        found = {n: known[n] if n in known else form.weighted(weights, dtype) for n, form in self._forms.items()}
+        found = {n: known[n] if n in known else self._weighted(n, weights, dtype) for n in self._forms}
         return self._summed(given, pull, found, weights, dtype)
+
+    def _weighted(self, n: int, weights: jax.Array, dtype: Any) -> jax.Array:
+        """Sum `weights` times the form of a use over examples."""
+        return self._forms[n].weighted(of_group(weights, self._clip_group(n)), dtype)
 
     def weighted_sum_again(self, examples: Sequence[Any], weights: jax.Array, dtype: Any = None) -> list[jax.Array]:
         """Return `weighted_sum` from a second backward pass, after norms that were computed inside the first.
@@ -244,7 +275,8 @@ class ExampleGradients:
         at_uses = partial(self._sum_at_uses, examples, weights, dtype)
         at_uses = partial(self._apart, at_uses, weights, dtype, in_cond=not convolved)
         as_parameters = all(wide(x.dtype, dtype) == x.dtype for x in self.parameters)
-        if self._keeps or not as_parameters or self.held or not has_linear_backward(self._plan):
+        one_weight = self._clip_groups is None  # an ordinary gradient weights the loss, thus all parameters alike
+        if self._keeps or not (one_weight and as_parameters) or self.held or not has_linear_backward(self._plan):
             return at_uses()
         ordinary = partial(self._apart, partial(self._ordinary_gradient, examples, weights), weights, dtype)
         # On a CPU, sums by rules are quicker, but take up to twice the memory, which "ghost" is to save. So they are
@@ -271,7 +303,7 @@ class ExampleGradients:
         given, pull = self.wide_operands(self._inside.uses | self._forms.keys(), dtype)
         zeros = {n: [varying(jnp.zeros_like(given[n]), varying_axes(given[n]))] for n in self._inside.uses}
         _, _, _, cotangents = self._backward(examples, zeros, self._inside._replace(lookups={}), weights)
-        found = {n: form.weighted(weights, dtype) for n, form in self._forms.items()}
+        found = {n: self._weighted(n, weights, dtype) for n in self._forms}
         found |= {n: cotangents[n][0] for n in self._inside.uses}
         return self._summed(given, pull, found, weights, dtype)
 
@@ -299,5 +331,5 @@ class ExampleGradients:
         """Pull the sums at operands back to the parameters once, by the transpose of a linear map, and add the rest."""
         (sums,) = pull({n: divided_as(x.astype(given[n].dtype), given[n]) for n, x in found.items()})
         for i, gradients in self.held.items():
-            sums[i] += Dense(gradients).weighted(weights, dtype)
+            sums[i] += Dense(gradients).weighted(of_group(weights, self._group_of_leaf(i)), dtype)
         return sums

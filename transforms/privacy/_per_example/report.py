@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..._core.source_lines import is_ours
+from .clip_norms import ClipGroups
 from .gradient_forms import GradientForm, OuterProduct, RowSparse
 from .in_backward import InBackward
 from .loss import ExampleProgram
@@ -55,6 +56,7 @@ def report_uses(
     names: list[str],
     forms: dict[int, GradientForm | None] | None,
     inside: InBackward | None = None,
+    clip_groups: ClipGroups | None = None,
 ) -> list[Use]:
     """Report each parameter use.
 
@@ -64,6 +66,7 @@ def report_uses(
       forms: the form that the gradient at each use is summed from, from `ExampleGradients.forms_summed`; None if all
         gradients are materialized.
       inside: the uses whose norms are computed inside the backward pass, if there are any.
+      clip_groups: as for `ExampleGradients`.
     """
     found = []
     for n, use in enumerate(program.uses):
@@ -72,6 +75,8 @@ def report_uses(
             why = "each example's gradient is materialized"
         elif form is None:
             how = "computed from the parameters" if use.value.layout is None else "used in other ways too"
+            if clip_groups is not None and clip_groups.common(use.value.leaves) is None:
+                how = "made of parameters with clip norms of their own"
             why = f"the operand is {how}, so each example's gradient is materialized"
         elif isinstance(form, OuterProduct):
             rule, why = (

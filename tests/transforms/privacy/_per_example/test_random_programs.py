@@ -288,6 +288,8 @@ def a_program_counts_every_way(data: st.DataObject) -> None:
     generator = np.random.default_rng(data.draw(st.integers(0, 99), label="seed"))
     method = data.draw(st.sampled_from(METHODS), label="method")
     rank = data.draw(st.sampled_from([0, 1, None]), label="the norm to clip to")  # None: nothing is clipped
+    by_parameter = data.draw(st.booleans(), label="a norm for each parameter")
+    automatic = data.draw(st.sampled_from([None, None, 0.1]), label="automatic clipping")
 
     def loss(parameters: Any, example: Any) -> Any:
         values = [*parameters, *example]
@@ -311,30 +313,37 @@ def a_program_counts_every_way(data: st.DataObject) -> None:
         each = [gradient(parameters, [x[i] for x in examples]) for i in range(BATCH)]
         gradients = np.array(each)  # (example, parameter, N, N)
         with np.errstate(over="ignore", invalid="ignore"):
-            norms = np.sqrt(np.square(gradients).sum((1, 2, 3)))
-        finite, broken = np.isfinite(norms), ~np.isfinite(norms)
+            norms = np.sqrt(np.square(gradients).sum((2, 3) if by_parameter else (1, 2, 3))).reshape(BATCH, -1)
+        finite = np.isfinite(norms).all(1)
+        broken = ~finite
         if outlier is not None:
             finite[-1] = broken[-1] = False
-        bound = (
-            float(np.sort(norms[finite])[min(rank, finite.sum() - 1)]) if rank is not None and finite.any() else np.inf
-        )
+        bound = np.sort(norms[finite].max(1))[min(rank, finite.sum() - 1)] if rank is not None and finite.any() else 1e3
         if not np.isfinite(bound):
+            bound = 1e3
+        if rank is None and automatic is None:
             bound = np.inf
-        weights = np.where(finite & ~padding, np.minimum(1, bound / np.maximum(np.where(finite, norms, 1), 1e-300)), 0)
-        expected = np.tensordot(weights, np.where(finite[:, None, None, None], gradients, 0), 1)
+        bounds = bound * np.array([1.0, 0.5])[: norms.shape[1]]
+        positive = np.maximum(np.where(finite[:, None], norms, 1), 1e-300)
+        factors = np.minimum(1, bounds / positive) if automatic is None else bounds / (positive + automatic)
+        weights = np.where((finite & ~padding)[:, None], factors, 0)
+        known = np.where(finite[:, None, None, None], gradients, 0)
+        expected = (np.broadcast_to(weights, (BATCH, 2))[..., None, None] * known).sum(0)
 
         if data.draw(st.integers(0, 7), label="explicit axes") == 7:
             mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
             examples = [jax.device_put(x, NamedSharding(mesh, PartitionSpec("data"))) for x in examples]
-        of = clipped_grad(loss, l2_clip_norm=bound, method=method, return_grad_norms=True, keep_batch_dim=False)
+        given_norms = [*map(float, bounds)] if by_parameter else float(bound)
+        options = {"method": method, "automatic": automatic, "return_grad_norms": True, "keep_batch_dim": False}
+        of = clipped_grad(loss, l2_clip_norm=given_norms, **options)
         call = of.__call__ if data.draw(st.integers(0, 7), label="eager") == 7 else jax.jit(of)
         total, aux = call(parameters, examples, is_padding_example=padding)
-        total, found = np.array(total), np.array(aux.grad_norms)
+        total, found = np.array(total), np.stack(jax.tree.leaves(aux.grad_norms), axis=1)
 
     scale = 1 + max(np.abs(expected).max(), norms[finite].max(initial=0))
     # Long programs amplify float64 rounding; the largest error of "vmap", which is JAX itself, was 2.4e-9.
     np.testing.assert_allclose(found[finite], norms[finite], rough or 1e-7, (rough or 1e-7) * scale)
-    assert not np.isfinite(found[broken]).any()
+    assert not np.isfinite(found[broken]).all(1).any()
     # Terms may cancel, so the error is relative to more than their sum.
     np.testing.assert_allclose(total, expected, 0, (rough or 1e-6) * scale)
 

@@ -150,7 +150,20 @@ WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "rescaled": (jnp.float32, {"rescale_to_unit_norm": True, "normalize_by": 2.5}),
     "bfloat16": (jnp.bfloat16, {"dtype": jnp.float32}),
     "float16": (jnp.float16, {"dtype": jnp.float32}),
+    "a norm for each group": (jnp.float32, {}),
+    "rescaled groups": (jnp.float32, {"rescale_to_unit_norm": True}),
+    "automatic": (jnp.float32, {"automatic": 1e-3}),
+    "automatic groups": (jnp.float32, {"automatic": 0.1}),
 }
+# Groups of parameters, and their clip norms relative to the bound.
+GROUPS = {"wide": 0.5, "few": 2.0, "bias": 1.0, "table": 0.1, "one": 1.0, "scaled": 0.3}
+
+
+def norms_of(way: str, bound: Any) -> Any:
+    """Return `l2_clip_norm` for a bound; automatic clipping needs a finite one."""
+    bound = jnp.minimum(bound, 1e4) if "automatic" in way else jnp.asarray(bound)
+    bound = bound if isinstance(bound, jax.core.Tracer) else float(bound)
+    return {name: scale * bound for name, scale in GROUPS.items()} if "group" in way else bound
 
 
 def farthest(method: str, way: str) -> dict[NeighboringRelation, tuple[Any, Any, Any]]:
@@ -163,7 +176,7 @@ def farthest(method: str, way: str) -> dict[NeighboringRelation, tuple[Any, Any,
         values[::2, BATCH] = values[::2, 1]
     draws["size"][::2, BATCH] *= -1
     bounds = generator.choice(BOUNDS, size=DRAWS)
-    of = lambda bound: clipped_grad(loss, l2_clip_norm=bound, method=method, **options)
+    of = lambda bound: clipped_grad(loss, l2_clip_norm=norms_of(way, bound), method=method, **options)
     apart = neighbors(of, jax.tree.map(lambda x: jnp.asarray(x, dtype), PARAMS), draws, bounds)
     allowed = {relation: [of(float(bound)).sensitivity(relation) for bound in bounds] for relation in apart}
     return {relation: (bounds, apart[relation], np.array(allowed[relation])) for relation in apart}
