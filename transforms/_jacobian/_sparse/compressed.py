@@ -165,14 +165,17 @@ def _of_products(
     entries: Entries = [[] for _ in outputs]
     for j, i, chosen, (rows, cols) in blocks_of(pattern, outputs, inputs):
         by_row, product = coloring.by_row[chosen], coloring.product[chosen]
-        parts = [jnp.zeros(0, jnp.result_type(outputs[j] if count else inputs[i]))]
+        dtype = jnp.result_type(outputs[j] if count else inputs[i])
         # A symmetric Jacobian has products of one kind, from which mirror images of entries are read too.
-        for here, matrices, k, places in ((by_row, pushed or pulled, j, rows), (~by_row, pulled or pushed, i, cols)):
-            if here.any():
-                read = matrices[k].at[product[here], places[here]].get(mode="promise_in_bounds")
-                parts.append(read.astype(parts[0].dtype))
-        found = jnp.concatenate(parts)
-        if len(parts) == 3:  # from both kinds: entries read by row come first, so restore the order
+        read_by_row, read_by_column = pushed or pulled, pulled or pushed
+        if read_by_row is read_by_column and i == j and read_by_row:
+            parts = [(read_by_row[j], product, np.where(by_row, rows, cols))]
+        else:
+            both = (read_by_row, j, by_row, rows), (read_by_column, i, ~by_row, cols)
+            parts = [(matrices[k], product[here], places[here]) for matrices, k, here, places in both if here.any()]
+        read = [matrix.at[k, places].get(mode="promise_in_bounds").astype(dtype) for matrix, k, places in parts]
+        found = jnp.concatenate(read) if read else jnp.zeros(0, dtype)
+        if len(parts) == 2:  # entries read by row come first, so restore the order
             found = found[np.argsort(np.argsort(~by_row, stable=True))]
         entries[j].append(found)
     return out, entries, rest
