@@ -12,11 +12,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._calls.call import Call, check_output
 from .._core.compat import NeedsValues
+from .._core.jaxpr import with_inner
 from .._core.memory import lower_apart
 from .dense import DENSE, by_columns, by_rows, sizes_of
 
 # If inputs outnumber outputs by this factor, or the other way round, sizes decide, and nothing is lowered.
 _DECISIVE = 4
+# Counts that differ by less than this part say nothing about the time.
+_TIE = 0.01
 # Errors of JAX if a mode cannot differentiate a function: forward mode cannot pass through a custom_vjp (TypeError),
 # reverse mode not through a while_loop or a callback (ValueError), neither through an operation without a rule
 # (NotImplementedError). Mistakes in the function itself have raised before, when its output shapes were computed.
@@ -146,10 +149,21 @@ def choose_mode(api: str, call: Call) -> ModeChoice:
             flops[mode] = analysis.get("flops", 0.0)
     except NeedsValues:
         return choice(first, why=f"fun branches on values; {inputs} inputs, {outputs} outputs")
-    # Ties go to reverse mode: its rows are contiguous in memory, while the columns of forward mode are strided.
-    if flops["reverse"] == flops["forward"]:
-        return choice("reverse", flops=flops, why="equally many operations; reverse mode writes contiguous rows")
+    if abs(flops["reverse"] - flops["forward"]) <= _TIE * max(flops.values()):
+        # Reverse mode keeps values of each step of a loop, forward mode a tangent for each input.
+        if (steps := _steps(call)) > inputs:
+            why = f"about equally many operations; reverse mode would keep values of {steps} steps of a loop"
+            return choice("forward", flops=flops, why=why)
+        # The rows of reverse mode are contiguous in memory, while the columns of forward mode are strided.
+        why = "about equally many operations; reverse mode writes contiguous rows"
+        return choice("reverse", flops=flops, why=why)
     return choice(min(flops, key=flops.__getitem__), flops=flops, why="XLA counts fewer operations")
+
+
+def _steps(call: Call) -> int:
+    """Return the number of iterations of the longest loop of known length in a function; 0 if there is none."""
+    closed = jax.make_jaxpr(lambda *primals: call(*primals)[0])(*call.primals)
+    return max((eqn.params["length"] for eqn in with_inner(closed.eqns) if eqn.primitive.name == "scan"), default=0)
 
 
 def _batch_of_one(x: Any) -> jax.ShapeDtypeStruct:

@@ -251,6 +251,16 @@ def test_a_module_or_its_method_may_be_the_function(transform: Any) -> None:
     assert int(model.count[...]) == 4
 
 
+@pytest.mark.parametrize(("steps", "mode"), [(5, "reverse"), (6, "reverse"), (7, "forward")])
+def test_a_loop_of_more_steps_than_inputs_takes_forward_mode(steps: int, mode: str) -> None:
+    weights = np.sin(np.arange(36.0, dtype=np.float32)).reshape(6, 6)
+    of = jacobian(lambda x: lax.scan(lambda h, _: (jnp.tanh(weights @ h), None), x, None, steps)[0])
+    x = np.cos(np.arange(6.0, dtype=np.float32))
+    choice = of.explain(x)
+    assert (choice.mode, choice.why.partition(";")[0]) == (mode, "about equally many operations")
+    np.testing.assert_allclose(of(x), jax.jacfwd(of.__wrapped__)(x), rtol=1e-5, atol=1e-6)
+
+
 def test_explaining_changes_no_module() -> None:
     model = Norm(nnx.Rngs(0))
     jacobian(model).explain(BATCH)
