@@ -8,6 +8,7 @@ from ._dpsgd.dpsgd import DPSGD
 from ._dpsgd.sampling import Batch
 from ._dpsgd.state import DPState
 from ._per_example.clipped import clipped_grad
+from ._per_example.clipped_fun import clipped_fun
 from ._per_example.per_sample import per_sample_grad, per_sample_norm
 
-__all__ = ["DPSGD", "Batch", "DPState", "clipped_grad", "per_sample_grad", "per_sample_norm"]
+__all__ = ["DPSGD", "Batch", "DPState", "clipped_fun", "clipped_grad", "per_sample_grad", "per_sample_norm"]

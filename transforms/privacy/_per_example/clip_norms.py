@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ..._core.arguments import check_number
+from ..._core.arguments import check_count, check_number
 from ..._core.axes import broadcast_axes
 from ..._core.compat import Tracer
 from ..._models.split_model import to_pure
@@ -102,6 +102,18 @@ class ClipNorms:
         # Not `>`: a NaN norm counts too.
         return ~jnp.stack([found <= most for found, most in pairs]).all(axis=0)
 
+    def before_rounding(self, api: str, grid_scale: int, count: int) -> ClipNorms:
+        """Return the clip norm that leaves room for rounding `count` numbers to the grid, half a step each.
+
+        After rounding, in steps of C / grid_scale, the norm is then at most C.
+        """
+        (norm,) = self.norms
+        room = 1 - 0.5 * math.sqrt(count) / grid_scale
+        if room <= 0:
+            given = f"grid_scale={grid_scale} is too small for {count} numbers, whose rounding may exceed the clip norm"
+            raise ValueError(f"{api}: {given}; pass more than {0.5 * math.sqrt(count):.0f}.")
+        return replace(self, norms=(norm * room,))
+
     def given(self) -> Any:
         """Return the clip norms as the argument `l2_clip_norm`."""
         return self.norms[0] if self.structure is None else jax.tree.unflatten(self.structure, self.norms)
@@ -144,6 +156,46 @@ def clip_norms(
     if not leaves:
         raise ValueError(f"{api}: l2_clip_norm is {l2_clip_norm!r}, which has no number; pass one, or a tree of them.")
     return ClipNorms(tuple(map(checked, leaves)), structure, rescale, automatic, nan_safe)
+
+
+def check_grid(api: str, grid_scale: Any, clipping: ClipNorms, normalize_by: float, dtype: Any) -> None:
+    """Raise if sums of numbers on a grid do not go with the other options, or without 64-bit integers."""
+    if grid_scale is None:
+        return
+    check_count(api, "grid_scale", grid_scale)
+    given = {
+        "a tree as l2_clip_norm": clipping.structure is not None,
+        "automatic": clipping.automatic is not None,
+        "rescale_to_unit_norm": clipping.rescale,
+        "normalize_by": normalize_by != 1.0,
+        "dtype": dtype is not None,
+    }
+    if wrong := [name for name, is_given in given.items() if is_given]:
+        raise ValueError(f"{api}: grid_scale gives sums of integers, without {' or '.join(wrong)}; omit it.")
+    if not jax.config.values["jax_enable_x64"]:
+        raise ValueError(f"{api}: grid_scale needs 64-bit integers; call it with jax.enable_x64(True).")
+
+
+def sum_on_grid(each: Any, weights: jax.Array, clip_norm: Any, grid_scale: int) -> Any:
+    """Sum weighted arrays over the examples, each rounded to a grid with `grid_scale` steps up to the clip norm.
+
+    Args:
+      each: a pytree with the examples along axis 0.
+      weights: shape (batch,); examples of weight zero contribute zero.
+      clip_norm: the norm of `grid_scale` steps.
+      grid_scale: the number of steps.
+
+    Returns:
+      The sums in units of steps, int64.
+    """
+
+    def summed(x: jax.Array) -> jax.Array:
+        factors = weights.reshape(-1, *[1] * (x.ndim - 1))
+        clipped = (x.astype(factors.dtype) * factors).astype(x.dtype)
+        rounded = jnp.round(clipped * (grid_scale / clip_norm)).astype(jnp.int64)
+        return jnp.where(factors != 0, rounded, 0).sum(0)
+
+    return jax.tree.map(summed, each)
 
 
 def sum_by_group(groups: ClipGroups | None, terms: Iterable[tuple[int | None, Any]], zero: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ from ..._core.arguments import Argnums, check_count, check_number, describe, is_
 from ..._core.memory import check_budget
 from ..._core.target import platform
 from .budget import within_budget
-from .clip_norms import ClipGroups, clip_norms
+from .clip_norms import ClipGroups, check_grid, clip_norms, sum_on_grid
 from .gradient_forms import wide
 from .in_backward import in_backward
 from .loss import PerExample, on_any_mesh, per_example
@@ -26,6 +26,7 @@ from .methods import (
     check_method,
     choose,
     first_that_traces,
+    held,
     in_groups,
     on_platform,
     routes,
@@ -50,39 +51,22 @@ class Aux(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ClippedGrad:
-    """The function that `clipped_grad` returns.
+class ClippedFun:
+    """The function that `clipped_fun` returns.
 
     Attributes:
       fun: computes the sum.
       l2_norm_bound: the largest norm of one sample's contribution to the sum.
-      has_aux: whether a call returns `(sum, Aux)`; with False, the sum alone.
-      report: computes the report of `explain`.
+      has_aux: whether a call returns a pair of the sum and auxiliary results; with False, the sum alone.
     """
 
     fun: Callable[..., Any]
     l2_norm_bound: float
     has_aux: bool
-    report: Callable[..., Report]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the sum of the clipped gradients, or `(sum, Aux)` if an auxiliary result was requested."""
+        """Return the clipped sum, or a pair of it and the auxiliary results if any was requested."""
         return self.fun(*args, **kwargs)
-
-    def explain(self, *args: Any, **kwargs: Any) -> Report:
-        """Report the method for these arguments and the rule at each parameter use, without computing a gradient.
-
-        Args:
-          *args: the arguments of a call.
-          **kwargs: its keyword arguments.
-
-        Returns:
-          A `Report` with the method, the number of samples at a time, the reason, and the parameter uses.
-
-        Raises:
-          TypeError, ValueError: as for a call.
-        """
-        return self.report(*args, **kwargs)
 
     def sensitivity(self, neighboring_relation: Any = None) -> float:
         """Return the L2 sensitivity: the largest distance between the sums of two neighboring batches.
@@ -99,14 +83,40 @@ class ClippedGrad:
             from dp_accounting import NeighboringRelation
         except ModuleNotFoundError:
             raise ModuleNotFoundError(
-                "clipped_grad: sensitivity needs dp-accounting; install it with pip install 'plurax[privacy]'."
+                "sensitivity needs dp-accounting; install it with pip install 'plurax[privacy]'."
             ) from None
         if neighboring_relation in (None, NeighboringRelation.ADD_OR_REMOVE_ONE, NeighboringRelation.REPLACE_SPECIAL):
             return self.l2_norm_bound
         if neighboring_relation is NeighboringRelation.REPLACE_ONE:  # one sample is removed and another added
             return 2 * self.l2_norm_bound
         known = "ADD_OR_REMOVE_ONE, REPLACE_ONE or REPLACE_SPECIAL"
-        raise ValueError(f"clipped_grad: neighboring_relation must be {known}, but got {neighboring_relation!r}.")
+        raise ValueError(f"sensitivity: neighboring_relation must be {known}, but got {neighboring_relation!r}.")
+
+
+@dataclass(frozen=True)
+class ClippedGrad(ClippedFun):
+    """The function that `clipped_grad` returns.
+
+    Attributes:
+      report: computes the report of `explain`.
+    """
+
+    report: Callable[..., Report]
+
+    def explain(self, *args: Any, **kwargs: Any) -> Report:
+        """Report the method for these arguments and the rule at each parameter use, without computing a gradient.
+
+        Args:
+          *args: the arguments of a call.
+          **kwargs: its keyword arguments.
+
+        Returns:
+          A `Report` with the method, the number of samples at a time, the reason, and the parameter uses.
+
+        Raises:
+          TypeError, ValueError: as for a call.
+        """
+        return self.report(*args, **kwargs)
 
 
 def clipped_grad(
@@ -130,6 +140,7 @@ def clipped_grad(
     method: Method = "auto",
     memory_budget: int | str | None = None,
     automatic: float | None = None,
+    grid_scale: int | None = None,
 ) -> ClippedGrad:
     """Sum the clipped gradients of the samples of a batch.
 
@@ -170,6 +181,9 @@ def clipped_grad(
       automatic: γ > 0 for automatic clipping: each gradient g (of each part, for a pytree of norms) is multiplied by
         C / (‖g‖ + γ) with the clip norm C, so that C acts as a part of the learning rate only. The sensitivity is as
         without it. A gradient of zero stays zero.
+      grid_scale: for discrete noise: each clipped gradient is divided by `l2_clip_norm / grid_scale` and rounded to
+        integers of 64 bits, whose sum is returned. The clip norm is tightened, so that the norm of the integers is at
+        most `grid_scale`, which is the sensitivity. It requires materialized gradients, so the method is "vmap".
       memory_budget: an alternative to `microbatch_size`: bytes, or a string as for `vmap`. The quickest way whose
         compiled temporaries fit is used. With method="auto" that may also be "mixed": book-keeping for the first
         parameter uses and "ghost" for all later ones; and any of them for groups of samples. `explain` reports it.
@@ -224,8 +238,11 @@ def clipped_grad(
         raise TypeError(f"clipped_grad: dtype must be floating point, such as jnp.float32, but got {dtype!r}.")
     if prng_argnum is not None and not is_int(prng_argnum):
         raise TypeError(f"clipped_grad: prng_argnum must be an int or None, but got {describe(prng_argnum)}.")
-    if pre_clipping_transform is not None and method not in ("auto", "vmap"):
-        needs = f'pre_clipping_transform needs each gradient, which method="{method}" does not compute'
+    check_grid("clipped_grad", grid_scale, clipping, normalize_by, dtype)
+    needing = "pre_clipping_transform" if pre_clipping_transform is not None else "grid_scale"
+    needs_each = pre_clipping_transform is not None or grid_scale is not None
+    if needs_each and method not in ("auto", "vmap"):
+        needs = f'{needing} needs each gradient, which method="{method}" does not compute'
         raise ValueError(f'clipped_grad: {needs}; omit method, or pass "vmap".')
     bare = not isinstance(argnums, (tuple, list))
 
@@ -245,16 +262,12 @@ def clipped_grad(
             given = f"microbatch_size={microbatch_size} does not divide the batch of {of.size}"
             raise ValueError(f"clipped_grad: {given}; pad the batch, and pass is_padding_example.")
         choices = {"default": MethodChoice(method, most, f'requested by method="{method}"')}
-        if pre_clipping_transform is not None:
-            choices = {"default": MethodChoice("vmap", most, "pre_clipping_transform needs each gradient")}
+        if needs_each:
+            choices = {"default": held(of.program, of.size, most, spmd_axis_name, f"{needing} needs each gradient")}
         elif method == "auto" and of.size:
             choices = choose(of.program, of.size, most, spmd_axis_name)
         if budget is not None and of.size:
-            methods = (
-                get_args(Method)
-                if method == "auto" and pre_clipping_transform is None
-                else (choices["default"].method,)
-            )
+            methods = get_args(Method) if method == "auto" and not needs_each else (choices["default"].method,)
             found = within_budget("clipped_grad", of.program, methods, of.size, spmd_axis_name, compute, budget)
             choices = {"default": found}
         return {platform: routes(of, choice) for platform, choice in choices.items()}
@@ -265,18 +278,27 @@ def clipped_grad(
         transform = None if user is None else lambda leaves: user(of.gradients(leaves, bare))
         sums = jax.eval_shape(transform, of.parameters) if transform else of.parameters
         after = clipping.groups("clipped_grad", sums) if transform else None
+        clip = clipping
+        if grid_scale is not None:
+            clip = clipping.before_rounding("clipped_grad", grid_scale, sum(x.size for x in jax.tree.leaves(sums)))
 
         def of_some(examples: list[Any], padding: jax.Array) -> tuple[Any, Any]:
             """Return the clipped sum of one group, and the values, norms and aux of its examples."""
             backward = Backward(of, examples, choice, spmd_axis_name, transform, groups, after)
             norms = jnp.sqrt(backward.squares)
-            weights = clipping.weights(backward.norms_to_clip())
+            weights = clip.weights(backward.norms_to_clip())
             # A weight of zero excludes an example, even if its gradient is NaN.
             excluded = padding if groups is None else padding[:, None]
-            total = backward.weighted_sum(jnp.where(excluded, 0.0, weights), dtype)
+            weights = jnp.where(excluded, 0.0, weights)
+            if grid_scale is not None:
+                total = sum_on_grid(backward.each(), weights, l2_clip_norm, grid_scale)
+            else:
+                total = backward.weighted_sum(weights, dtype)
             return total, (backward.values, norms, backward.aux)
 
-        start = jax.tree.map(lambda x: jnp.zeros(x.shape, wide(x.dtype, dtype)), sums)
+        start = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, wide(x.dtype, dtype) if grid_scale is None else jnp.int64), sums
+        )
         of_group = products_unless_differentiated(of_some) if choice.products else of_some
         total, each = in_groups(of_group, of.examples, padding, choice.examples, start)
 
@@ -285,12 +307,12 @@ def clipped_grad(
             asked = jnp.promote_types(dtype, jnp.complex64) if dtype and jnp.iscomplexobj(x) else dtype
             return (x / normalize_by if normalize_by != 1.0 else x).astype(asked or like.dtype)
 
-        return jax.tree.map(finished, total, sums), each
+        return total if grid_scale is not None else jax.tree.map(finished, total, sums), each
 
     def clipped(*args: Any, is_padding_example: Any = None, **kwargs: Any) -> Any:
         """Return the sum of the clipped gradients, and an `Aux` if requested."""
         of = of_call(has_aux, keep_batch_dim, prng_argnum, args, kwargs)
-        padding = _padding(is_padding_example, of.size)
+        padding = padding_mask("clipped_grad", is_padding_example, of.size)
         computed = partial(compute, of, padding)
         total, (values, norms, aux) = on_platform("clipped_grad", routes_for(of, computed), computed)
         result = total if pre_clipping_transform is not None else of.gradients(total, bare)
@@ -305,7 +327,7 @@ def clipped_grad(
     def explain(*args: Any, is_padding_example: Any = None, **kwargs: Any) -> Report:
         """Return the method, and the rule for each use of a parameter, for these arguments."""
         of = of_call(has_aux, keep_batch_dim, prng_argnum, args, kwargs)
-        padding = _padding(is_padding_example, of.size)
+        padding = padding_mask("clipped_grad", is_padding_example, of.size)
         program = of.program  # traced here and not inside `eval_shape`, so that it can be reused
 
         def shapes(choice: MethodChoice) -> Any:
@@ -329,7 +351,7 @@ def clipped_grad(
         jax.eval_shape(found, of.examples)
         return Report(choice.method, choice.examples, choice.why, uses)
 
-    bound = clipping.l2_norm_bound() / normalize_by
+    bound = clipping.l2_norm_bound() / normalize_by if grid_scale is None else float(grid_scale)
     has_more = has_aux or return_values or return_grad_norms
     like = argnums if pre_clipping_transform is None else None
     on_mesh = on_any_mesh("clipped_grad", fun, batch_argnums, clipped, lambda out: out[0] if has_more else out, like)
@@ -337,12 +359,12 @@ def clipped_grad(
     return ClippedGrad(wrap_like(fun, "clipped_grad", on_mesh), bound, has_more, explained)
 
 
-def _padding(given: Any, size: int) -> jax.Array:
+def padding_mask(api: str, given: Any, size: int) -> jax.Array:
     """Return the padding mask, shape (size,); raise if the given one is not booleans of that shape."""
     if given is None:
         return jnp.zeros(size, bool)
     given = jnp.asarray(given)
     if given.shape != (size,) or given.dtype != bool:
         expected = f"there are {size} examples; pass one boolean for each"
-        raise ValueError(f"clipped_grad: is_padding_example is {describe(given)}, but {expected}.")
+        raise ValueError(f"{api}: is_padding_example is {describe(given)}, but {expected}.")
     return given

@@ -17,6 +17,7 @@ from jax import lax
 from ..._core.arguments import check_choice
 from ..._core.compat import varying, varying_axes
 from ..._core.prng import is_key
+from ..._core.target import platform
 from ._estimates.cpu_cost import costs
 from ._estimates.temporaries import added_bytes, ordinary_bytes
 from .clip_norms import ClipGroups, of_group, sum_by_group
@@ -72,6 +73,15 @@ def choose(program: ExampleProgram, batch: int, most: int, spmd_axis_name: Any) 
         why = "a loop over examples would leave several devices idle"
         return {"cpu": MethodChoice("book_keeping", most, why), "default": on_accelerator}
     return {"cpu": _choice_by_time(program, batch, most), "default": on_accelerator}
+
+
+def held(program: ExampleProgram, batch: int, most: int, spmd_axis_name: Any, why: str) -> MethodChoice:
+    """Return "vmap", for what needs each gradient, with the number of examples at a time of least estimated cost."""
+    several = jax.device_count() > 1 or spmd_axis_name is not None or platform() != "cpu"
+    if several or not batch or program.refusal:
+        return MethodChoice("vmap", most, why)
+    best = min(cost for cost in costs(program, batch, most) if cost.method == "vmap")
+    return MethodChoice("vmap", best.examples, why, products=best.products)
 
 
 def _choice_by_memory(program: ExampleProgram, batch: int, most: int, spmd_axis_name: Any) -> MethodChoice:
@@ -229,10 +239,10 @@ class Backward:
         self._examples, self._found, self._clip_groups = list(examples), None, clip_groups
         if choice.method == "vmap":
             (self.values, self.aux), self._each = each_gradient(of, self._examples, spmd_axis_name)
-            self.squares = clipped = _squares(self._each, clip_groups)
+            self.squares = clipped = squared_norms(self._each, clip_groups)
             if transform is not None:
                 self._each, self._clip_groups = _mapped(transform, self._each), transformed_groups
-                clipped = _squares(self._each, transformed_groups)
+                clipped = squared_norms(self._each, transformed_groups)
             self._clipped = jnp.sqrt(clipped)
             return
         with _PROMOTES():
@@ -243,9 +253,7 @@ class Backward:
 
     def norms_to_clip(self) -> jax.Array:
         """Return the norms to clip by: those after `transform`, if there is one, rounded up and positive."""
-        # tiny^0.4 is 10⁻¹⁵ in float32, whose square is still a normal number. Smaller norms may come from squares that
-        # underflowed, and a norm of zero would give an infinite weight.
-        return jnp.maximum(self._clipped, float(jnp.finfo(self._clipped.dtype).tiny) ** 0.4)
+        return positive(self._clipped)
 
     def weighted_sum(self, weights: jax.Array, dtype: Any) -> Any:
         """Sum `weights` times the gradient over the examples, in `dtype` or wider.
@@ -261,6 +269,11 @@ class Backward:
             if self._inside_from is not None:
                 return self._found.weighted_sum_again(self._without_excluded(weights), weights, dtype)
             return self._found.weighted_sum(weights, dtype)
+
+    def each(self) -> Any:
+        """Return each example's gradients, after `transform`; only for "vmap"."""
+        assert self._found is None
+        return self._each
 
     def _without_excluded(self, weights: jax.Array) -> list[Any]:
         """Return the examples, with the first one that has a weight in place of those that have none.
@@ -307,7 +320,14 @@ def _mapped(transform: Callable[[list[Any]], Any], each: list[jax.Array]) -> Any
     return jax.vmap(transform)(each)
 
 
-def _squares(gradients: Any, groups: ClipGroups | None) -> jax.Array:
+def positive(norms: jax.Array) -> jax.Array:
+    """Return norms that are not too small to divide by."""
+    # tiny^0.4 is 10⁻¹⁵ in float32, whose square is still a normal number. Smaller norms may come from squares that
+    # underflowed, and a norm of zero would give an infinite weight.
+    return jnp.maximum(norms, float(jnp.finfo(norms.dtype).tiny) ** 0.4)
+
+
+def squared_norms(gradients: Any, groups: ClipGroups | None) -> jax.Array:
     """Return the squared norm of each example's gradients, over all arrays of a pytree or of each clip group."""
     leaves = [Dense(x).squared_norm() for x in jax.tree.leaves(gradients)]
     if groups is None:
