@@ -29,7 +29,7 @@ LAYERS = {
         "_statistics",
         "__init__",
     ],
-    "transforms.privacy": ["_per_example", "_dpsgd", "__init__"],
+    "transforms.privacy": ["_per_example", "_clipped_fun _dpsgd", "__init__"],
     "transforms.program": [
         "_ir _compile_cache _stack",
         "_accumulate _aot _bucketed _convolutions _depend _donation _fold _layers _layout _profile _topk",

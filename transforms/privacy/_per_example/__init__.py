@@ -2,7 +2,9 @@
 
 The input is the arguments of a call; the output is each example's gradient or norm, or the clipped sum over examples:
 
-1. `clipped.py` and `per_sample.py` define the public functions, which check their options.
+1. `clipped.py` and `per_sample.py` define the public functions, which check their options. `clip_norms.py` turns norms
+   into the weight of each example: for one clip norm, for parts of the parameters, automatic, or before rounding to a
+   grid.
 2. `loss.py` splits the arguments into parameters and examples, and traces the loss of one example once. It also handles
    a batch that is sharded over a mesh (`_calls/explicit_sharding.py`).
    `parameter_uses.py` finds the operations in which parameters meet data, also inside calls and loops, and which

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..._core.arguments import (
+from .._core.arguments import (
     Argnums,
     check_argnums,
     check_callable,
@@ -22,11 +22,11 @@ from ..._core.arguments import (
     resolve_argnums,
     wrap_like,
 )
-from .clip_norms import check_grid, clip_norms, of_group, sum_on_grid
-from .clipped import ClippedFun, padding_mask
-from .gradient_forms import Dense, wide
-from .loss import on_any_mesh
-from .methods import in_groups, positive, squared_norms
+from ._per_example.clip_norms import check_grid, clip_norms, of_group, sum_on_grid
+from ._per_example.clipped import ClippedFun, padding_mask
+from ._per_example.gradient_forms import Dense, wide
+from ._per_example.loss import on_any_mesh
+from ._per_example.methods import in_groups, positive, squared_norms
 
 _API = "clipped_fun"
 
