@@ -57,6 +57,7 @@ def interleaved(candidates: dict[Any, Callable[[], Any]], *, rounds: int, second
       For each candidate the times of its rounds in ms, their spread, and the time of the first call in s.
     """
     # Python's garbage collector would visit the objects of earlier tables, which costs short calls up to a third.
+    gc.unfreeze()  # what was frozen for the table before and is no longer used can be freed
     gc.collect()
     gc.freeze()
     first, repeats = {}, {}

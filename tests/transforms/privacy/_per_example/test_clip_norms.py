@@ -264,3 +264,24 @@ def test_private_steps_refuse_norms_of_zero() -> None:
     options: Any = {"noise_multiplier": 1.0, "target_delta": 1e-5, "num_examples": 9, "expected_batch_size": 3}
     with pytest.raises(ValueError, match="l2_clip_norm must be positive and finite, but got 0.0"):
         DPSGD(loss, optax.sgd(1.0), l2_clip_norm={**NORMS["four parts"], "head": 0.0}, num_steps=1, **options)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_users_with_different_numbers_of_records(method: Any) -> None:
+    counts, width = np.array([1, 4, 2, 3]), 4
+    is_record = np.arange(width) < counts[:, None]
+    records, targets = normal(4, width, 5), normal(4, width)
+    w = {"w": normal(5), "b": normal()}
+
+    def of_user(w: Any, x: Any, y: Any, is_record: Any) -> Any:
+        each = (x @ w["w"] + w["b"] - y) ** 2
+        return jnp.where(is_record, each, 0).sum() / is_record.sum()
+
+    of = clipped_grad(of_user, l2_clip_norm=0.5, batch_argnums=(1, 2, 3), keep_batch_dim=False, method=method)
+    total: Any = jax.tree.map(jnp.zeros_like, w)
+    for x, y, count in zip(records, targets, counts, strict=True):  # without padding
+        gradient = jax.grad(lambda w, x, y: jnp.mean((x @ w["w"] + w["b"] - y) ** 2))(w, x[:count], y[:count])
+        scale = jnp.minimum(1, 0.5 / optax.tree.norm(gradient))
+        total = jax.tree.map(lambda t, g: t + scale * g, total, gradient)  # noqa: B023 (used at once)
+    assert_close(of(w, records, targets, is_record), total)
+    assert_close(of(w, jnp.where(is_record[..., None], records, 1e9), targets, is_record), total)
