@@ -722,6 +722,8 @@ def installed(patch: pytest.MonkeyPatch, directory: Path, package: str, version:
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
     patch.syspath_prepend(directory)
+    if hasattr(module := sys.modules.get(package), "__version__"):  # the version of what is imported comes first
+        patch.setattr(module, "__version__", version)
 
 
 def another_python(patch: pytest.MonkeyPatch) -> None:
