@@ -76,7 +76,12 @@ class Test_a_trainer:
     ) -> None:
         monkeypatch.setattr(search, "_GAIN", 2.0)  # none can replace the first
         used, program = [], Executor.program
-        monkeypatch.setattr(Executor, "program", lambda *args: used.append(args[1]) or program(*args))
+
+        def recorded(*args: Any) -> Any:
+            used.append(args[1])
+            return program(*args)
+
+        monkeypatch.setattr(Executor, "program", recorded)
         trainer, batch = Trainer(cross_entropy, optax.sgd(0.1), tune_seconds=1e9), make_batches(1)[0]
         state, _ = trainer.step(trainer.init(created(plain, 2)), batch)
         while trainer._stepper.search.is_open:

@@ -22,11 +22,11 @@ class ClipGroups(NamedTuple):
 
     Attributes:
       of_leaf: the group of each parameter.
-      count: the number of groups.
+      number: the number of groups.
     """
 
     of_leaf: tuple[int, ...]
-    count: int
+    number: int
 
     def common(self, leaves: Iterable[int]) -> int | None:
         """Return the group of some parameters; None if they are in several."""
@@ -150,7 +150,8 @@ def clip_norms(
             return norm
         return check_number(api, "l2_clip_norm", norm, lambda x: 0 <= x <= most, what)
 
-    leaves, structure = jax.tree.flatten(_plain(l2_clip_norm))
+    leaves = jax.tree.leaves(_plain(l2_clip_norm))
+    structure: Any = jax.tree.structure(_plain(l2_clip_norm))
     if l2_clip_norm is None or structure == jax.tree.structure(0):
         return ClipNorms((checked(l2_clip_norm),), None, rescale, automatic, nan_safe)
     if not leaves:
@@ -211,7 +212,7 @@ def sum_by_group(groups: ClipGroups | None, terms: Iterable[tuple[int | None, An
     """
     if groups is None:
         return sum((term for _, term in terms), zero)
-    totals = [zero] * groups.count
+    totals = [zero] * groups.number
     for group, term in terms:
         assert group is not None
         totals[group] = totals[group] + term
