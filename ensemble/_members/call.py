@@ -34,9 +34,12 @@ def call_members(ens: Any, programs: dict[Any, Callable[..., Any]], args: Any, k
       kwargs: the keyword arguments.
       in_axes: the axes of the arguments, as for `Ensemble.__call__`.
     """
-    leaves, treedef = jax.tree.flatten((args, kwargs))
     # The checks of a call take longer than a small program, so a later call of the same kind skips them.
     plain = in_axes is None or type(in_axes) is int
+    flat = in_axes, *map(type, args)
+    if plain and not kwargs and (known := programs.get(flat)):
+        return known(ens.trainable, ens.rest, list(args))
+    leaves, treedef = jax.tree.flatten((args, kwargs))
     kind = treedef, in_axes, *map(type, leaves)
     if plain and (known := programs.get(kind)):
         return known(ens.trainable, ens.rest, leaves)
@@ -49,7 +52,8 @@ def call_members(ens: Any, programs: dict[Any, Callable[..., Any]], args: Any, k
     if home is None:
         out = program(ens.trainable, ens.rest, arrays)
         if plain and len(arrays) == len(leaves):
-            programs[kind] = program
+            is_flat = not kwargs and len(leaves) == len(args) and all(x is y for x, y in zip(leaves, args, strict=True))
+            programs[flat if is_flat else kind] = program
         return out
     with within(home):
         arrays = list(map(layout.place_shared if layout else home.reach, arrays))

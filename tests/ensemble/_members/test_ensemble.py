@@ -782,3 +782,22 @@ class Test_refusals:
     def test_a_view_of_an_unknown_attribute(self, ens):
         with pytest.raises(ValueError, match=r"no module of Plain takes \['deterministic'\]"):
             ens.view(deterministic=True)
+
+
+def test_a_call_without_keywords_is_not_that_with_keywords_of_no_array():
+    class Scaled(nnx.Module):
+        def __init__(self, rngs):
+            self.w = nnx.Param(jnp.ones(()))
+
+        def __call__(self, x, scale=2.0):
+            return self.w * x * (1.0 if scale is None else scale)
+
+    x = jnp.ones(3)
+    for calls in ([{"scale": None}, {}], [{}, {"scale": None}]):
+        ensemble = Ensemble.create(Scaled, 2, seed=0)
+        for kwargs in [*calls, *calls]:
+            np.testing.assert_array_equal(ensemble(x, **kwargs)[0], x if kwargs else 2 * x)
+        for given in ((x, None), (x, 3.0), (x,)):
+            expected = {None: x, 3.0: 3 * x, 2.0: 2 * x}[given[1] if len(given) > 1 else 2.0]
+            for _ in range(2):
+                np.testing.assert_array_equal(ensemble(*given)[1], expected)
