@@ -241,7 +241,7 @@ def draw_ensemble(tables: dict[str, Any], plt: Any) -> Any:
             row for row in rows_of(tables, f"{kind}, 10 members, batch 64: candidates of auto") if row["ms"] is not None
         ]
         cells = {
-            row[""].replace(", convolutions as products", "\nas products"): (
+            row[""].replace(", convolutions as matrix products", "\nas matrix products"): (
                 {"median": row["ms"]},
                 BLUE if row["note"] == "chosen" else PALE,
                 f"{number(row['ms'])} ms" + (", chosen" if row["note"] == "chosen" else ""),
