@@ -14,16 +14,14 @@ from .._core.arguments import (
     check_argnums,
     check_callable,
     check_count,
-    check_number,
     count_examples,
     describe,
-    is_int,
     leaf_name,
     resolve_argnums,
     wrap_like,
 )
 from ._per_example.clip_norms import check_grid, clip_norms, of_group, sum_on_grid
-from ._per_example.clipped import ClippedFun, padding_mask
+from ._per_example.clipped import ClippedFun, checked_divisor, most_at_a_time, padding_mask
 from ._per_example.gradient_forms import Dense, wide
 from ._per_example.loss import on_any_mesh
 from ._per_example.methods import in_groups, positive, squared_norms
@@ -55,7 +53,7 @@ def clipped_fun(
     Gradients of losses take less memory with `clipped_grad`.
 
     Args:
-      fun: a function that returns a floating-point array, or a pytree of them, for one sample.
+      fun: a function that returns a real floating-point array, or a pytree of them, for one sample.
       has_aux: whether `fun` returns `(value, aux)`; only the value is clipped and summed.
       batch_argnums: the arguments with the samples along axis 0. All other positional arguments are shared; keyword
         arguments are split along axis 0 too.
@@ -96,27 +94,23 @@ def clipped_fun(
     positions = check_argnums(_API, batch_argnums, "batch_argnums")
     check_count(_API, "microbatch_size", microbatch_size, optional=True)
     clipping = clip_norms(_API, l2_clip_norm, automatic, rescale=rescale_to_unit_norm, nan_safe=nan_safe)
-    normalize_by = check_number(_API, "normalize_by", normalize_by, lambda x: x > 0, "positive")
+    normalize_by = checked_divisor(_API, normalize_by, dtype, prng_argnum)
     check_grid(_API, grid_scale, clipping, normalize_by, dtype)
-    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"{_API}: dtype must be floating point, such as jnp.float32, but got {dtype!r}.")
-    if prng_argnum is not None and not is_int(prng_argnum):
-        raise TypeError(f"{_API}: prng_argnum must be an int or None, but got {describe(prng_argnum)}.")
 
     def of_one(args: tuple[Any, ...], example: Any) -> tuple[Any, Any]:
         """Return the value for one sample, and the auxiliary output."""
         batch, keys, kwargs = example
         if keep_batch_dim:
-            batch, kwargs = jax.tree.map(lambda x: x[None], (batch, kwargs))
+            batch = jax.tree.map(lambda x: x[None], batch)
         given = {**dict(enumerate(args)), **batch, **keys}
         result = fun(*(given[i] for i in range(len(args))), **kwargs)
         if has_aux and not (isinstance(result, (tuple, list)) and len(result) == 2):
             raise TypeError(f"{_API}: with has_aux, fun must return (value, aux), but it returned {describe(result)}.")
         value, aux = result if has_aux else (result, ())
         for path, x in jax.tree.leaves_with_path(value):
-            if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+            if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
                 where = leaf_name("value", path)
-                raise TypeError(f"{_API}: fun must return floating-point numbers, but `{where}` is {describe(x)}.")
+                raise TypeError(f"{_API}: fun must return real floating-point numbers, but `{where}` is {describe(x)}.")
         value = jax.tree.map(jnp.asarray, value)
         return (value if dtype is None else jax.tree.map(lambda x: x.astype(dtype), value)), aux
 
@@ -125,13 +119,12 @@ def clipped_fun(
         batched = resolve_argnums(_API, fun, positions, args, "batch_argnums")
         size = count_examples(_API, fun, batched, args)
         padding = padding_mask(_API, is_padding_example, size)
-        group = size if microbatch_size is None else min(microbatch_size, size)
-        if size and size % group:
-            given = f"microbatch_size={microbatch_size} does not divide the batch of {size}"
-            raise ValueError(f"{_API}: {given}; pad the batch, and pass is_padding_example.")
+        group = most_at_a_time(_API, microbatch_size, size)
         keys = {}
         if prng_argnum is not None:
             (at,) = resolve_argnums(_API, fun, (prng_argnum,), args, "prng_argnum")
+            if at in batched:
+                raise ValueError(f"{_API}: prng_argnum={prng_argnum} is in batch_argnums; pass the position of a key.")
             keys[at] = jax.tree.map(lambda key: jax.random.split(key, size), args[at])
         leaves, treedef = jax.tree.flatten(({i: args[i] for i in batched}, keys, kwargs))
         examples = list(map(jnp.asarray, leaves))

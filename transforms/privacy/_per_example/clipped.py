@@ -233,11 +233,7 @@ def clipped_grad(
     check_count("clipped_grad", "microbatch_size", microbatch_size, optional=True)
     budget = check_budget("clipped_grad", memory_budget, microbatch_size, "microbatch_size")
     clipping = clip_norms("clipped_grad", l2_clip_norm, automatic, rescale=rescale_to_unit_norm, nan_safe=nan_safe)
-    normalize_by = check_number("clipped_grad", "normalize_by", normalize_by, lambda x: x > 0, "positive")
-    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"clipped_grad: dtype must be floating point, such as jnp.float32, but got {dtype!r}.")
-    if prng_argnum is not None and not is_int(prng_argnum):
-        raise TypeError(f"clipped_grad: prng_argnum must be an int or None, but got {describe(prng_argnum)}.")
+    normalize_by = checked_divisor("clipped_grad", normalize_by, dtype, prng_argnum)
     check_grid("clipped_grad", grid_scale, clipping, normalize_by, dtype)
     needing = "pre_clipping_transform" if pre_clipping_transform is not None else "grid_scale"
     needs_each = pre_clipping_transform is not None or grid_scale is not None
@@ -257,10 +253,7 @@ def clipped_grad(
 
     def routes_for(of: PerExample, compute: Callable[[MethodChoice], Any]) -> dict[str, list[MethodChoice]]:
         """Return the routes to try in order, by platform; the first is the requested or chosen method."""
-        most = of.size if microbatch_size is None else min(microbatch_size, of.size)
-        if most and of.size % most:
-            given = f"microbatch_size={microbatch_size} does not divide the batch of {of.size}"
-            raise ValueError(f"clipped_grad: {given}; pad the batch, and pass is_padding_example.")
+        most = most_at_a_time("clipped_grad", microbatch_size, of.size)
         choices = {"default": MethodChoice(method, most, f'requested by method="{method}"')}
         if needs_each:
             choices = {"default": held(of.program, of.size, most, spmd_axis_name, f"{needing} needs each gradient")}
@@ -280,6 +273,8 @@ def clipped_grad(
         after = clipping.groups("clipped_grad", sums) if transform else None
         clip = clipping
         if grid_scale is not None:
+            if any(jnp.iscomplexobj(x) for x in jax.tree.leaves(sums)):
+                raise TypeError("clipped_grad: grid_scale needs real gradients, but some are complex.")
             clip = clipping.before_rounding("clipped_grad", grid_scale, sum(x.size for x in jax.tree.leaves(sums)))
 
         def of_some(examples: list[Any], padding: jax.Array) -> tuple[Any, Any]:
@@ -357,6 +352,24 @@ def clipped_grad(
     on_mesh = on_any_mesh("clipped_grad", fun, batch_argnums, clipped, lambda out: out[0] if has_more else out, like)
     explained = on_any_mesh("clipped_grad", fun, batch_argnums, explain)
     return ClippedGrad(wrap_like(fun, "clipped_grad", on_mesh), bound, has_more, explained)
+
+
+def checked_divisor(api: str, normalize_by: Any, dtype: Any, prng_argnum: Any) -> float:
+    """Return the divisor of a clipped sum as a Python float; raise for it, a dtype or a position that is not valid."""
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"{api}: dtype must be floating point, such as jnp.float32, but got {dtype!r}.")
+    if prng_argnum is not None and not is_int(prng_argnum):
+        raise TypeError(f"{api}: prng_argnum must be an int or None, but got {describe(prng_argnum)}.")
+    return check_number(api, "normalize_by", normalize_by, lambda x: x > 0, "positive")
+
+
+def most_at_a_time(api: str, microbatch_size: int | None, size: int) -> int:
+    """Return the largest number of examples to compute at a time; raise unless it divides the batch."""
+    most = size if microbatch_size is None else min(microbatch_size, size)
+    if most and size % most:
+        given = f"microbatch_size={microbatch_size} does not divide the batch of {size}"
+        raise ValueError(f"{api}: {given}; pad the batch, and pass is_padding_example.")
+    return most
 
 
 def padding_mask(api: str, given: Any, size: int) -> jax.Array:
