@@ -50,14 +50,16 @@ guides: $(READY)
 	@$(BIN)/python docs/_render.py $(ARGS)
 	@$(BIN)/python docs/_notebook.py
 
-# Most of the time goes into compiling programs that run once. So the compiler's optimizations are off (conftest.py),
-# except for tests that depend on them. With `XLA_FLAGS= make test-all` they are on for all tests, which takes nearly
-# twice as long. Pytest exits with 5 if it selects no test.
+# Most of the time goes into compiling programs that run once. `make test-all` compiles as users do. `make test`, and CI
+# with QUICK=1, turn the compiler's optimizations off (conftest.py), which takes half the time, except for tests that
+# depend on them. Pytest exits with 5 if it selects no test.
+QUICK ?=
 test: FEW := --cases 2
 test: AND := not slow and
+test: QUICK := 1
 test test-all: $(READY)
-	@$(PYTEST) $(FEW) -m "$(AND) not optimized" $(PYTEST_ARGS) || test $$? = 5
-	@XLA_FLAGS= $(PYTEST) $(FEW) -m "$(AND) optimized" $(PYTEST_ARGS) || test $$? = 5
+	@$(if $(QUICK),,XLA_FLAGS=) $(PYTEST) $(FEW) $(if $(QUICK),-m "$(AND) not optimized") $(PYTEST_ARGS) || test $$? = 5
+	@$(if $(QUICK),XLA_FLAGS= $(PYTEST) $(FEW) -m "$(AND) optimized" $(PYTEST_ARGS) || test $$? = 5)
 
 lint: $(READY)
 	@$(BIN)/ruff check

@@ -179,6 +179,9 @@ class Report:
     def add(self, title: str, rows: list[dict[str, Any]], *claims: dict[str, Any]) -> None:
         self.tables[title] = {"rows": rows, "claims": list(claims)}
         print(f"### {title}", *map(render.table, filter(None, (rows, list(claims)))), sep="\n\n", flush=True)
+        # Compiled programs hold memory maps, of which a process may have 65,530: all tables of a script need more.
+        jax.clear_caches()
+        gc.collect()
 
     def publish(self) -> None:
         """Write the file and render the pages and pictures, except after a smoke run."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
 from opacus.layers import DPLSTM
-from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer, DPOptimizerFastGradientClipping, DPPerLayerOptimizer
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 from torch import nn
 
@@ -59,14 +59,33 @@ def ordinary_step(module: nn.Module, x: Any, y: Any) -> Gradients:
     return call
 
 
-def hooks(module: nn.Module, x: Any, y: Any, clip: float, noise: list[float] | None = None) -> Gradients:
+def hooks(
+    module: nn.Module,
+    x: Any,
+    y: Any,
+    clip: float,
+    noise: list[float] | None = None,
+    *,
+    per_parameter: bool = False,
+    adaptive: tuple[float, float, float] | None = None,
+) -> Gradients:
     """Materialize, clip and sum the gradients of the examples with Opacus's optimizer.
 
     With `noise`, a list with the current noise multiplier, take a step with Adam and return the parameters.
+    `per_parameter` clips each parameter to an equal share of `clip`; `adaptive` is the quantile, the learning rate and
+    the standard deviation of the count.
     """
     x, y, named = _tensor(x), _tensor(y), _trained(module)
     wrapped = GradSampleModule(module, loss_reduction="sum")
-    optimizer = DPOptimizer(**_options(named, clip, len(y)))
+    options = _options(named, clip, len(y))
+    if per_parameter:
+        optimizer = DPPerLayerOptimizer(**{**options, "max_grad_norm": [clip / len(named) ** 0.5] * len(named)})
+    elif adaptive is not None:
+        names = ("target_unclipped_quantile", "clipbound_learning_rate", "unclipped_num_std")
+        more = dict(zip(names, adaptive, strict=True)) | {"max_clipbound": 1e6, "min_clipbound": 1e-6}
+        optimizer = AdaClipDPOptimizer(**options, **more)
+    else:
+        optimizer = DPOptimizer(**options)
 
     def call() -> dict[str, torch.Tensor]:
         optimizer.zero_grad(set_to_none=True)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import _private_options
 import jax
 import jax.numpy as jnp
 import jax_privacy
@@ -143,6 +144,27 @@ def measure(job: Job, rounds: int, seconds: float) -> Tables:
     return rows, [claim(times, STEP, others)]
 
 
+def measure_options(job: Job, rounds: int, seconds: float) -> Tables:
+    """Compare private steps with other ways of clipping."""
+    plain = _private_options.ours(job, "one norm", OPTIMIZER, 1.0)
+    at_a_time = best_of_jax_privacy(job)[1]
+    rows, claims = [], []
+    for kind in _private_options.KINDS:
+        calls = _private_options.ways(job, kind, OPTIMIZER, at_a_time, same)
+        times = interleaved({**calls, "one norm": plain}, rounds=rounds, seconds=seconds)
+        for name in calls:
+            rows.append(
+                {
+                    "": f"{kind}: {name}",
+                    "ms": times[name]["ms"],
+                    "time / DPSGD.step": ratio(times, name, "DPSGD.step"),
+                    "time / DPSGD.step with one norm": ratio(times, name, "one norm"),
+                }
+            )
+        claims.append(claim(times, "DPSGD.step", [name for name in calls if name != "DPSGD.step"], kind))
+    return rows, claims
+
+
 def parameters(result: Any) -> Any:
     """Return the updated parameters from the result of a step by hand or of `DPSGD.step`."""
     first = result[0]
@@ -165,7 +187,11 @@ def main() -> None:
     large = mlp(np.random.default_rng(0), 2048, (784, 512, 256, 10))
     chosen = {"MLP": jobs(True)["MLP"]} if smoke else {"MLP 784-512-256-10, batch 2048": large, **jobs(False)}
     sizes = (2, 0.001) if smoke else (7, 0.2)
-    report.measure({f"Private steps: {title}": partial(measure, job, *sizes) for title, job in chosen.items()})
+    parts = {f"Private steps: {title}": partial(measure, job, *sizes) for title, job in chosen.items()}
+    for title, job in chosen.items():
+        if job.twin in ("mlp", "cnn") and len(job.x) < 2048:
+            parts[f"Other ways of clipping: {title}"] = partial(measure_options, job, *sizes)
+    report.measure(parts)
 
 
 if __name__ == "__main__":

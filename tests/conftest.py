@@ -11,7 +11,8 @@ from pathlib import Path
 
 # Most of the suite's time is spent compiling programs that run once. So LLVM optimization is off, and loops are emitted
 # as LLVM directly: the default, MLIR, takes twice as long for a small program. (A jaxlib that does not know this extra
-# option ignores it.) `make test` and `make test-all` run what is marked `optimized` with the compiler's defaults.
+# option ignores it.) `make test-all` sets the variable to nothing, for the compiler's defaults; so does `make test` for
+# what is marked `optimized`.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 "

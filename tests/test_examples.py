@@ -27,6 +27,8 @@ OTHERS = {
     "examples/ensemble_digits.py",
     "examples/per_sample_gradients.py",
     "examples/dp_sgd_digits.py",
+    "examples/dp_audit_digits.py",
+    "examples/dp_lora.py",
     "examples/multi_host.py",
     "examples/agents.py",
     "examples/control_flow.py",
@@ -91,6 +93,28 @@ def test_digits_are_learned_in_private(tmp_path):
     assert all(float(row[3]) > float(row[2]) for row in rows)
     assert all(float(row[4].rstrip("%")) > 50 for row in rows)
     assert (tmp_path / "dp_sgd_digits.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_an_audit_finds_missing_noise(tmp_path):
+    shown = run("examples/dp_audit_digits.py", "--runs", "600", "--steps", "5", "--out", str(tmp_path))
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if "│" in line]
+    assert [row[0] for row in rows] == ["as it is", "half, by mistake"]
+    assert 0 < float(rows[0][1]) <= float(rows[0][2]) == float(rows[1][2]) <= 10
+    assert float(rows[1][1]) > float(rows[0][1])
+    assert rows[0][3] == "consistent"
+    assert (tmp_path / "dp_audit_digits.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_adapters_learn_in_private_and_the_base_stays():
+    small = ("--steps", "20", "--public-steps", "60", "--epsilon", "20")
+    shown = " ".join(run("examples/dp_lora.py", *small).split())
+    assert "; 0 arrays changed, 0 were copied." in shown
+    before, after = re.search(r"test accuracy │ ([0-9.]+)% │ ([0-9.]+)%", shown).groups()
+    assert float(after) > float(before) + 5
+    numbers, arrays, learned = re.search(r"Adapters: ([0-9,]+) numbers in (\d+) arrays; (\d+) changed", shown).groups()
+    assert (numbers, arrays, learned) == ("11,872", "20", "20")
 
 
 @pytest.mark.slow

@@ -553,3 +553,46 @@ def test_a_plan_trains_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same(trained(), theirs)
     assert len(calls) == 2  # once for the sensitivity, once for the loss
     assert float(optax.tree.norm(jax.tree.map(jnp.subtract, theirs, PARAMS))) > 0.1
+
+
+def test_a_trainer_of_the_newer_version_trains_with_it() -> None:
+    """A stand-in for the step of jax-privacy's `DPTrainer` (2.2), which the installed version lacks: what it passes."""
+
+    def trained(of: Any) -> Any:
+        def step(params: Any, batch: Any, key: Any, padding: Any) -> Any:
+            gradient = of(
+                lambda params, batch, key: with_aux(params, *batch),
+                has_aux=True,
+                return_values=True,
+                return_grad_norms=True,
+                pre_clipping_transform=lambda gradients: gradients,  # of an optimizer without one
+                prng_argnum=2,
+                l2_clip_norm=0.5,
+                normalize_by=3.0,
+                rescale_to_unit_norm=True,
+                dtype=np.float32,
+                microbatch_size=None,
+                spmd_axis_name=None,
+                keep_batch_dim=True,
+            )
+            sums, aux = gradient(params, batch, key, is_padding_example=padding)
+            return jax.tree.map(lambda p, g: p - 0.5 * g, params, sums), aux
+
+        params, step = PARAMS, jax.jit(step)
+        for number in range(3):
+            params, aux = step(params, (X, Y), jax.random.key(number), np.arange(6) == number)
+        return params, aux
+
+    (ours, aux), (theirs, their_aux) = trained(clipped_grad), trained(jax_privacy.clipped_grad)
+    assert_same(ours, theirs)
+    assert_same(aux._asdict(), their_aux._asdict())
+
+
+def test_a_transform_that_changes_nothing_does_not_need_each_gradient() -> None:
+    report = clipped_grad(
+        loss, l2_clip_norm=1.0, batch_argnums=(1, 2), pre_clipping_transform=lambda g: g, method="ghost"
+    ).explain(PARAMS, X, Y)
+    assert report.method == "ghost"
+    for transform in (lambda g: jax.tree.map(jnp.negative, g), lambda g: dict(g), lambda g: [g]):
+        of = clipped_grad(loss, l2_clip_norm=1.0, batch_argnums=(1, 2), pre_clipping_transform=transform)
+        assert of.explain(PARAMS, X, Y).why == "pre_clipping_transform needs each gradient"

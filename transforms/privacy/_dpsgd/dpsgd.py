@@ -3,40 +3,41 @@
 from __future__ import annotations
 
 import math
-import os
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..._calls.primals import trainable_of
-from ..._core.arguments import check_callable, check_count, describe, is_int
+from ..._core.arguments import check_callable, check_count
 from ..._core.compat import Tracer
 from ..._core.memory import check_budget
 from ..._core.prng import check_key
 from ..._models.equinox import differentiated, held
-from ..._models.split_model import Members, Model, is_members, models_of, split_tree
-from ..._runs.checkpoint import Checkpoint
+from ..._models.split_model import Model, is_members, models_of, split_tree
 from ..._runs.history import History
 from ..._runs.loop import check_options
 from ..._runs.processes import Group
 from ..._runs.run_directory import Resume, RunDirectory
 from .._per_example.methods import Method, check_method
 from . import settings
-from .accounting import Accountant, Ledger
+from .accounting import Accountant, Ledger, Sampling
+from .adaptive import AdaptiveClipping
+from .audit import Audit, audit, checked_canaries
 from .fit import last_step, report_end, train
-from .sampling import Batch, SampledBatches, check_batch, padding_only
-from .state import DPState, check_state, check_trainable, published, read_state, write_state
+from .mechanism import Mechanism
+from .model_loss import with_frozen, without_frozen
+from .sampling import Batch, check_batch, padding_only
+from .state import DPState, check_trainable, published
 from .step import SAMPLING, PrivateStep
 
 
-class DPSGD:
-    """Train with differential privacy: clipping, Gaussian noise, Poisson sampling and privacy accounting in one class.
+class DPSGD(Mechanism):
+    """Train with differential privacy: clipping, Gaussian noise, random batches and privacy accounting in one class.
 
     `init` returns a state, `batches` samples, `step` takes one step, and `fit` runs the training loop. `state.model`
     is the trained model.
@@ -68,6 +69,12 @@ class DPSGD:
       has_aux: whether the loss returns `(scalar, aux)`; the metrics of a step then include the mean of each array in
         `aux`. They are neither clipped nor noised.
       automatic: γ for automatic clipping, as for `clipped_grad`.
+      adaptive: lets the clip norms follow a quantile of the gradients' norms; not with `noise_strategy` or `automatic`.
+      sampling: "poisson"; or "balls_in_bins", in which each example takes part in every k-th step, k = `num_examples /
+        expected_batch_size`, from a random one on; or "b_min_sep", in which after each participation it pauses for
+        `bands - 1` steps. The last two need fewer examples per batch or less noise, but their ε takes minutes.
+      truncated_batch_size: the size of the largest batch; larger ones lose random examples. ε is then for zeroing out
+        an example, not for adding or removing one.
 
     Attributes:
       noise_multiplier: as given, or computed from `target_epsilon`.
@@ -125,6 +132,9 @@ class DPSGD:
         memory_budget: int | str | None = None,
         has_aux: bool = False,
         automatic: float | None = None,
+        adaptive: AdaptiveClipping | None = None,
+        sampling: Sampling = "poisson",
+        truncated_batch_size: int | None = None,
     ) -> None:
         settings.check_extra()
         check_callable("DPSGD", loss, "loss")
@@ -136,22 +146,32 @@ class DPSGD:
         check_count("DPSGD", "num_steps", num_steps)
         clipping = settings.checked_clipping(l2_clip_norm, automatic)
         delta, strategy = settings.checked_delta(target_delta, num_examples), settings.checked_strategy(noise_strategy)
-        size, probability = settings.checked_sampling(num_examples, expected_batch_size, len(strategy))
+        sampled = settings.checked_sampling(num_examples, expected_batch_size, strategy, sampling, truncated_batch_size)
         # One cycle through all groups is accounted for as a single Poisson-sampled step: see `Ledger._rounds`.
         rounds = math.ceil(num_steps / len(strategy))
-        sigma = settings.checked_noise(noise_multiplier, target_epsilon, probability, rounds, delta, accountant)
-        self.ledger = Ledger(sigma, probability, clipping.l2_norm_bound(), size, strategy)
-        self.noise_multiplier, self.target_delta = sigma, delta
-        self.accountant, self.num_examples, self.num_steps = accountant, int(num_examples), int(num_steps)
+        sigma = settings.checked_noise(noise_multiplier, target_epsilon, sampling, sampled, rounds, delta, accountant)
+        ledger = Ledger(
+            sigma,
+            sampled.probability,
+            clipping.l2_norm_bound(),
+            sampled.size,
+            strategy,
+            len(clipping.norms),
+            settings.checked_adaptive(adaptive, clipping, len(strategy), sampled.size, sigma),
+            sampling,
+            sampled.separation,
+            sampled.truncation,
+        )
+        super().__init__(ledger, delta, accountant, int(num_examples), int(num_steps), microbatch_size or 1)
         self._step = PrivateStep(
-            loss, optimizer, self.ledger, clipping, method, keep_batch_dim, microbatch_size, memory_budget, has_aux
+            loss, optimizer, ledger, clipping, method, keep_batch_dim, microbatch_size, memory_budget, has_aux
         )
         self._latest: Callable[[], Any] = lambda: None  # a weak reference to the state that `step` returned last
         self._compiled_step = jax.jit(self._step)
-        self._donated_step = jax.jit(self._step, donate_argnums=0)  # reuses the memory of the state
+        self._donated_step = jax.jit(self._step.changing, donate_argnums=0)  # reuses the memory of the state
 
-    def init(self, model_or_params: Model, *, key: jax.Array) -> DPState[Model]:
-        """Return the initial training state. It holds a copy of the model, which is not modified.
+    def init(self, model_or_params: Model, *, key: jax.Array, wrt: Any = None) -> DPState[Model]:
+        """Return the initial training state. It holds a copy of what trains; the model is not modified.
 
         Args:
           model_or_params: an NNX or Equinox module, a pytree of arrays or of modules, or an `Ensemble`. Arrays of real
@@ -159,6 +179,8 @@ class DPSGD:
             as a single model with the key `jax.random.fold_in(key, i)` ("rbg" keys draw other noise under `vmap`).
           key: a key such as `jax.random.key(seed)`, from which noise and batches are drawn. The guarantee depends on
             it: to publish a model, use a key that cannot be guessed, as docs/dp-sgd.md shows, and keep it secret.
+          wrt: a filter of Flax, such as `nnx.LoRAParam`: only matching variables of NNX modules train. None for
+            `nnx.Param`. All others are frozen, and not copied.
 
         Raises:
           TypeError: `key` is not a key; parameters that are not real floating point; an optimizer that needs the loss.
@@ -166,55 +188,35 @@ class DPSGD:
         """
         check_key("DPSGD.init", key)
         members = len(model_or_params) if is_members(model_or_params) else None
-        tree = held(split_tree(model_or_params))
+        settings.check_wrt(wrt, models_of(model_or_params))
+        tree = held(split_tree(model_or_params, wrt))
         trainable = differentiated(trainable_of(tree), integers=True)
         check_trainable(tree, trainable, models_of(model_or_params))
         if members is None:
-            opt_state, noise_state, mask_key = self._step.init(trainable, key)
+            opt_state, noise_state, mask_key, clip_norms = self._step.init(trainable, key)
         else:
             keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(members))
-            opt_state, noise_state, mask_key = jax.vmap(self._step.init)(trainable, keys)
+            opt_state, noise_state, mask_key, clip_norms = jax.vmap(self._step.init)(trainable, keys)
         # NumPy draws the batches on the host; its seed is the words of a key.
         seed = jax.random.key_data(jax.random.fold_in(key, SAMPLING)).astype(jnp.uint32)
         state: DPState[Model] = DPState(
-            tree, opt_state, noise_state, mask_key, jnp.zeros((), jnp.int32), seed, self.ledger, members
+            tree,
+            opt_state,
+            noise_state,
+            clip_norms,
+            mask_key,
+            jnp.zeros((), jnp.int32),
+            seed,
+            self.ledger,
+            self.target_delta,
+            self.accountant,
+            members,
         )
         # Make every array strongly typed, or a second program would be compiled for the second step.
-        return jax.tree.map(lambda x: jnp.array(x, jnp.result_type(x)), state)
-
-    def batches(self, data: Any, state: DPState | None = None, *, sizes: Sequence[int] | None = None) -> SampledBatches:
-        """Return an iterator over the Poisson-sampled batches of the remaining steps.
-
-        Each example takes part in each step independently of all others. Batches are padded to a few sizes, so that
-        a step is compiled only a few times; padding contributes zero.
-
-        Args:
-          data: the examples, along axis 0 of arrays that NumPy can convert. A tuple or list is unpacked into the
-            arguments of the loss after the model; anything else is one argument.
-          state: the state to sample for: its seed, drawn from the key of `init`, determines the batches, and its step
-            the first of them. None samples all steps from fresh operating-system entropy.
-          sizes: the sizes to pad to, such as multiples of the number of devices; None for up to four sizes around the
-            expected one. A larger batch is padded to a multiple of the largest size.
-
-        Returns:
-          An iterator over `Batch`es; a whole run has `num_steps` of them.
-
-        Raises:
-          TypeError: data that are not arrays; `state` is not a `DPState`.
-          ValueError: the number of examples is not `num_examples`; a state made with other settings; sizes below 1, or
-            not divisible by `microbatch_size`.
-
-        Cost:
-          The batches before the state's step are sampled again and discarded: 60 µs each for 256 of 60,000 examples,
-          1 ms for 4,096 of a million.
-        """
-        if state is None:
-            seed, start = np.random.SeedSequence().generate_state(8).tolist(), 0
-        else:
-            check_state("DPSGD.batches", state, self.ledger)
-            seed, start = np.asarray(state.seed).tolist(), int(state.step)
-        public = self.ledger, self.num_examples, self.num_steps
-        return SampledBatches(data, *public, seed, start, sizes, self._step.microbatch_size or 1)
+        changing, frozen = without_frozen(tree)
+        state = jax.tree.map(lambda x: jnp.array(x, jnp.result_type(x)), replace(state, tree=changing))
+        frozen = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), frozen)
+        return replace(state, tree=with_frozen(state.tree, frozen))
 
     def step(self, state: DPState[Model], batch: Batch) -> tuple[DPState[Model], dict[str, jax.Array]]:
         """Take one step: sum the clipped gradients of the batch, add noise, and apply the optimizer's update.
@@ -225,7 +227,8 @@ class DPSGD:
 
         Returns:
           The new state and the metrics, with the members along axis 0 for an ensemble. "loss" is the mean over the
-          batch (NaN if it has no examples), and "clipped" the fraction of examples with a norm above its clip norm.
+          batch (NaN if it has no examples), and "clipped" the fraction of examples with a norm above its clip norm; with
+          `adaptive` also "l2_clip_norm", the clip norm of the step.
           With `has_aux`, each array in `aux` is averaged over the batch too: under its own name if `aux` is a dict,
           otherwise as "aux". Metrics are computed from the data without noise: do not publish them.
 
@@ -240,7 +243,7 @@ class DPSGD:
         """
         if self._latest() is not state:  # a state from the previous step fits
             self._step.check_state("DPSGD.step", state)
-        check_batch("DPSGD.step", batch, (self.ledger.sampling_probability, self.ledger.bands))
+        check_batch("DPSGD.step", batch, self.ledger.sampled)
         # The accountant assumes that each batch is used exactly once. A tracer has no concrete step number to check.
         known = batch.step is not None and not isinstance(batch.step, Tracer) and not isinstance(state.step, Tracer)
         if known and int(batch.step) != int(state.step):
@@ -313,6 +316,7 @@ class DPSGD:
                 state,
                 data,
                 lambda state: self.batches(data, state, sizes=sizes),
+                self._compiled_step,
                 self._donated_step,
                 lambda: padding_only(data, self.ledger, self.num_examples, self._step.microbatch_size or 1),
                 lambda step, _: self.ledger.progress(step, target, self.target_delta, self.accountant, models),
@@ -325,75 +329,64 @@ class DPSGD:
             report_end(start, int(after.step), wanted, target, steps, epsilon_budget, progress)
         return after, history
 
-    def save(self, path: str | os.PathLike[str], state: DPState) -> None:
-        """Write a state with its ledger to a directory, atomically. Keep it secret: it holds the keys of the noise.
+    def audit(
+        self,
+        model_or_params: Any,
+        data: Any,
+        *,
+        key: jax.Array,
+        canaries: Any = None,
+        runs: int = 1000,
+        steps: int | None = None,
+        confidence: float = 0.95,
+        chunk_size: int | None = None,
+        progress: bool = True,
+    ) -> Audit:
+        """Bound ε from below: train with canaries put in or left out at random, and tell which were in.
+
+        Each canary is put in with probability 1/2. A canary that is in takes part in steps as any example does.
 
         Args:
-          path: the directory to create. An existing checkpoint is replaced once the new one is complete.
-          state: the state to write, which also holds the seed of the batches.
-
-        Raises:
-          TypeError, ValueError: as for `step`.
-          FileExistsError: `path` exists and is not a checkpoint, or also holds other files.
-        """
-        check_state("DPSGD.save", state, self.ledger)
-        write_state("DPSGD.save", Path(path), state)
-
-    def load(self, path: str | os.PathLike[str], like: DPState[Model]) -> DPState[Model]:
-        """Read a state that `save` or `fit` wrote, bit for bit.
-
-        Args:
-          path: the directory of the checkpoint.
-          like: a state of the same model, optimizer and settings, from `init` with any key; its values are not used.
-
-        Raises:
-          FileNotFoundError: there is no such directory.
-          TypeError, ValueError: as for `step`; the directory is not a checkpoint, or is damaged, or was made with other
-            settings or another model; the error names the first difference.
-        """
-        check_state("DPSGD.load", like, self.ledger)
-        return read_state(Checkpoint.open("DPSGD.load", path), like)
-
-    @overload
-    def epsilon(self, state: DPState[Members], *, together: Literal[False] = False) -> np.ndarray: ...
-    @overload
-    def epsilon(self, state: DPState[Any] | int, *, together: bool = False) -> float: ...
-    def epsilon(self, state: DPState | int, *, together: bool = False) -> float | np.ndarray:
-        """Return the ε spent at `target_delta`, for adding or removing one example.
-
-        Args:
-          state: a state, also one made with other settings; or a number of steps of these settings.
-          together: for an ensemble, whether more than one member is published, or anything that depends on more than
-            one. Publishing all members spends more than publishing one.
+          model_or_params: as for `init`, but not an ensemble. All runs start from it.
+          data: as for `batches`.
+          key: the key of canaries, noise and batches.
+          canaries: the number of canaries in a run, which are gradients of random direction, larger than the clip norm;
+            or examples, in the form of `data`. None is one for many runs, and 1,000 for one run.
+          runs: the number of runs, which train at the same time; each has one canary. Or 1 for one run with many.
+          steps: the number of steps; None for `num_steps`.
+          confidence: the confidence of the bound.
+          chunk_size: the number of runs to compute at a time; None for all.
+          progress: whether to show a progress bar.
 
         Returns:
-          A float. For an ensemble, unless `together`: shape (size,), for each member the ε if only it is published.
+          An `Audit` with the bound `lower`, the accountant's ε `upper`, the threat model, and a picture (`plot`).
 
         Raises:
-          TypeError: `state` is neither a `DPState` nor a number of steps, or not a `DPState` with `together`.
+          TypeError, ValueError: as for `init` and `batches`; many canaries in many runs; no noise; truncated batches,
+            in which the canaries would depend on each other.
 
         Cost:
-          With "pld" about a second for the first call with new settings, then less; results are cached.
+          The memory of `chunk_size` steps, and of `runs` states. n runs show an ε of about log(n / 20) at most.
+
+        Source:
+          Nasr et al. 2023, "Tight Auditing of Differentially Private Machine Learning" (many runs, gradient canaries);
+          Steinke et al. 2023, "Privacy Auditing with One (1) Training Run". jax-privacy computes the bounds.
         """
-        if isinstance(state, DPState):
-            steps, models = int(state.step), published(state, together)
-            spent = state.ledger.epsilon(steps, self.target_delta, self.accountant, models)
-            return spent if state.members is None or together else np.full(state.members, spent)
-        if not is_int(state) or state < 0 or together:
-            what = "a state" if together else "a state or a number of steps"
-            raise TypeError(f"DPSGD.epsilon: needs {what}, but got {describe(state)}.")
-        return self.ledger.epsilon(int(state), self.target_delta, self.accountant)
-
-    def event(self, state: DPState, *, together: bool = False) -> Any:
-        """Return the steps taken as a `dp_accounting.DpEvent`, to compose with other uses of the same data.
-
-        Args:
-          state: as for `epsilon`.
-          together: as for `epsilon`.
-
-        Raises:
-          TypeError: `state` is not a `DPState`.
-        """
-        if not isinstance(state, DPState):
-            raise TypeError(f"DPSGD.event: state must come from DPSGD.init, but got {describe(state)}.")
-        return state.ledger.event(int(state.step), published(state, together))
+        count = self.num_steps if steps is None else steps
+        settings.check_audit(self.ledger, model_or_params, runs, count, self.num_steps, confidence, chunk_size)
+        state, spent = self.init(model_or_params, key=key), self.epsilon(count)
+        return audit(
+            self._step,
+            state,
+            data,
+            checked_canaries(canaries, runs),
+            runs,
+            count,
+            self.num_examples,
+            spent,
+            self.target_delta,
+            confidence,
+            key,
+            chunk_size,
+            progress,
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..._runs.history import History, Recorder, recorded
 from ..._runs.identity import Identity, digest, in_a_run, program_digest
 from ..._runs.loop import run
 from ..._runs.run_directory import RunDirectory
+from .model_loss import with_frozen, without_frozen
 from .sampling import Batch
 from .state import DPState, as_member, read_state, write_state
 
@@ -26,6 +28,7 @@ def train(
     state: DPState,
     data: Any,
     batches: Callable[[DPState], Iterator[Batch]],
+    whole_step: Any,
     step: Any,
     example: Callable[[], Batch],
     say: Callable[[int, Any], str],
@@ -42,7 +45,8 @@ def train(
       state: the state that was passed to `fit`.
       data: the examples.
       batches: returns the batches of the steps after a state.
-      step: the compiled step, which reuses the memory of its state.
+      whole_step: the step, to be traced.
+      step: the compiled step, `PrivateStep.changing`, which reuses the memory of its state.
       example: returns a batch of any size, by which the program of a step is compared with that of a checkpoint.
       say: returns the text of the progress bar after a step.
       target: the last step.
@@ -59,14 +63,19 @@ def train(
         if begin > target:
             newest = f"the newest checkpoint in {store.directory} is at step {begin}"
             raise ValueError(f"DPSGD.fit: {newest}, after step {target}; pass more steps or another directory.")
-        identity.check_program([], lambda _: program_digest(step.trace(given, example()).jaxpr))
+        identity.check_program([], lambda _: program_digest(whole_step.trace(given, example()).jaxpr))
         if begin > start:
             store.going_on(begin, identity.differences)
         if begin < target:
             store.check_room(begin, state)
     recorder, alone = Recorder(history_every, history), state.members is None
+    changing, frozen = without_frozen(state.tree)
+
+    def whole(state: DPState) -> DPState:
+        return replace(state, tree=with_frozen(state.tree, frozen))
+
     if store is not None:
-        save = partial(_save, store, identity, recorder)
+        save = partial(_save, store, identity, recorder, whole)
 
     def record(step: int, metrics: dict[str, Any]) -> None:
         # A single model is recorded as an ensemble of one.
@@ -74,9 +83,9 @@ def train(
 
     begin = int(state.step)
     after, _, interrupted = run(
-        jax.tree.map(jnp.copy, state),  # each step reuses the memory of the previous state
+        jax.tree.map(jnp.copy, replace(state, tree=changing)),  # each step reuses the memory of the previous state
         batches(state),
-        step,
+        lambda state, batch: step(state, frozen, batch),
         step=begin,
         target=target,
         record=record,
@@ -90,7 +99,7 @@ def train(
     rows = recorder.rows()
     if alone:
         rows = [{name: x for name, x in row.items() if name != "member"} for row in rows]
-    return after, rows, interrupted
+    return whole(after), rows, interrupted
 
 
 def last_step(
@@ -170,10 +179,16 @@ def _resumed(store: RunDirectory, identity: Identity, state: DPState) -> tuple[D
     return after if after.step > state.step else state, history
 
 
-def _save(store: RunDirectory, identity: Identity, recorder: Recorder, state: DPState) -> None:
-    """Write a checkpoint of a run with its history."""
+def _save(
+    store: RunDirectory,
+    identity: Identity,
+    recorder: Recorder,
+    whole: Callable[[DPState], DPState],
+    state: DPState,
+) -> None:
+    """Write a checkpoint of a run with its history; `whole` adds the frozen arrays to a state."""
 
     def write(path: Any) -> None:
-        write_state("DPSGD.fit", path, state, recorder.arrays(), identity.manifest())
+        write_state("DPSGD.fit", path, whole(state), recorder.arrays(), identity.manifest())
 
     store.write(int(state.step), write)

@@ -68,6 +68,35 @@ def with_random_state(loss: Callable[..., Any], tree: Any, batch: Any, has_aux: 
     return with_splits(tree, with_changes(splits_of(tree), _call(loss, tree, None, batch, has_aux)[1]))
 
 
+def without_frozen(tree: Any) -> tuple[Any, Any]:
+    """Return `tree` without the arrays of its models that no step changes, and those arrays alone.
+
+    Both have None in place of the arrays of the other. A step changes parameters that train, and random state.
+    """
+
+    def parts_of(parts: SplitModel, frozen: bool) -> SplitModel:
+        changing = _random_state(parts.merge()) | _kept_keys(parts)
+
+        def keep(path: Any, x: Any) -> Any:
+            return x if (array_name(path) in changing) != frozen else None
+
+        trainable = jax.tree.map(lambda x: None if frozen else x, parts.trainable)
+        return SplitModel(parts.structure, trainable, jax.tree.map_with_path(keep, parts.rest))
+
+    def of(frozen: bool) -> Any:
+        def part(x: Any) -> Any:
+            return parts_of(x, frozen) if is_split(x) else None if frozen else x
+
+        return jax.tree.map(part, tree, is_leaf=is_split)
+
+    return of(False), of(True)
+
+
+def with_frozen(changing: Any, frozen: Any) -> Any:
+    """Return the tree of which `without_frozen` returned the two parts."""
+    return jax.tree.map(lambda x, y: y if x is None else x, changing, frozen, is_leaf=lambda x: x is None)
+
+
 def warn_of_shared_keys(tree: Any) -> None:
     """Warn if a key outside of modules is not random state: all examples would draw the same numbers from it."""
     for path, x in jax.tree.leaves_with_path(tree, is_leaf=is_split):

@@ -25,12 +25,13 @@ def privatizer(ledger: Ledger, key: jax.Array) -> Any:
 
     Each leaf gets independent noise with standard deviation `noise_multiplier * l2_clip_norm`. A strategy matrix
     correlates the noise of different steps; the standard deviation is then multiplied by the norm of its columns,
-    which is the sensitivity of a whole cycle to one example.
+    which is the sensitivity of a whole cycle to one example. With adaptive clipping the standard deviation is the noise
+    multiplier of the gradients: for sums divided by the clip norm of the step.
     """
     from jax_privacy import noise_addition
     from jax_privacy.matrix_factorization import toeplitz
 
-    stddev = ledger.noise_multiplier * ledger.l2_clip_norm
+    stddev = ledger.gradient_multiplier * (ledger.l2_clip_norm if ledger.adaptive is None else 1.0)
     if ledger.bands == 1:
         return noise_addition.gaussian_privatizer(stddev=stddev, prng_key=key)
     inverse = toeplitz.inverse_as_streaming_matrix(np.asarray(ledger.strategy))
@@ -49,6 +50,31 @@ def add_noise(ledger: Ledger, sums: Any, state: Any) -> tuple[Any, Any]:
     quick = _with_impl(state, _THREEFRY, _unrolled())
     noisy, quick = lax.platform_dependent(sums, quick, cpu=partial(_in_one_go, noise.update), default=noise.update)
     return noisy, _with_impl(quick, "unrolled", _THREEFRY)
+
+
+def add_noise_and_count(
+    ledger: Ledger, sums: Any, counts: jax.Array, clip_norms: jax.Array, state: Any
+) -> tuple[Any, jax.Array, Any]:
+    """Add noise to sums of clipped gradients and to the counts of adaptive clipping.
+
+    Args:
+      ledger: has the settings of adaptive clipping.
+      sums: the sums of gradients, clipped by `clip_norms`.
+      counts: the counts, shape () or (groups,).
+      clip_norms: the clip norms of the step, shape () or (groups,).
+      state: the noise state.
+
+    Returns:
+      The noisy sums, the noisy counts, and the noise state of the next step.
+    """
+    if ledger.noise_multiplier == 0:
+        return sums, counts, state
+    assert ledger.adaptive is not None and ledger.adaptive.count_stddev is not None
+    # All leaves get noise of one standard deviation, so scale sums and counts to it, and back.
+    bound, per_count = jnp.linalg.norm(clip_norms), ledger.gradient_multiplier / ledger.adaptive.count_stddev
+    scaled = jax.tree.map(lambda x: x / bound.astype(x.dtype), sums), counts * per_count
+    (noisy, counts), state = add_noise(ledger, scaled, state)
+    return jax.tree.map(lambda x: x * bound.astype(x.dtype), noisy), counts / per_count, state
 
 
 def _in_one_go(update: Callable[..., Any], sums: Any, state: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Poisson-sampled batches, as the accountant assumes them, padded to a few sizes."""
+"""Batches sampled as the accountant assumes them, by jax-privacy, and padded to a few sizes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from ..._runs.data import examples, is_array_like
 from .accounting import Ledger
 
 # The sizes that batches are padded to, in standard deviations above the expected size. The first three hold 98 % of
-# the batches and minimize the computation on padding; one large batch in 1e9 exceeds the last.
+# the batches and minimize the computation on padding; one large batch in 1e9 exceeds the last. In a short run, compiling
+# a step for the first two takes longer than they save.
 _STANDARD = (-0.3, 0.7, 2.0, 6.0)
+_SHORT = 200
 
 
 @jax.tree_util.register_dataclass
@@ -34,8 +36,7 @@ class Batch:
       arguments: the arguments of the loss after the model, a tuple; the examples are along axis 0 of every array.
       is_padding_example: whether each example is padding, booleans of shape (size,).
       step: the number of steps before the one that the batch is for; None if it was not counted.
-      sampling: `(probability, bands)`: an example may take part in every `bands`-th step and is then drawn with this
-        probability. None if the batch was sampled elsewhere.
+      sampling: how the batch was sampled, as `Ledger.sampled` of its `DPSGD`; None if it was sampled elsewhere.
 
     Examples:
       >>> import numpy as np
@@ -46,7 +47,7 @@ class Batch:
     arguments: tuple[Any, ...]
     is_padding_example: Any
     step: Any = None
-    sampling: tuple[float, int] | None = field(default=None, metadata={"static": True})
+    sampling: tuple[Any, ...] | None = field(default=None, metadata={"static": True})
 
 
 class SampledBatches:
@@ -54,7 +55,7 @@ class SampledBatches:
 
     Args:
       data: all examples, along axis 0 of every array; a tuple or list is unpacked into the arguments of the loss.
-      ledger: holds the sampling probability and the number of bands.
+      ledger: holds how batches are sampled.
       num_examples: the number of examples in the data.
       steps: the number of batches of the whole run.
       seed: the seed of the sampling, a sequence of integers.
@@ -74,17 +75,11 @@ class SampledBatches:
         sizes: Sequence[int] | None,
         multiple: int = 1,
     ) -> None:
-        from jax_privacy.batch_selection import CyclicPoissonSampling, PartitionType
-
         self._data = _arguments(data, num_examples)
-        expected = ledger.expected_batch_size
-        self.sizes = padded_sizes(num_examples, expected, multiple) if sizes is None else _checked(sizes, multiple)
+        self.sizes = padded_sizes(num_examples, ledger, multiple, steps) if sizes is None else _checked(sizes, multiple)
         self._step, self._steps = start, steps
-        self._sampling = (ledger.sampling_probability, ledger.bands)
-        # The accountant's neighboring relation adds or removes an example, so each example draws its group alone.
-        sampling = CyclicPoissonSampling(
-            ledger.sampling_probability, steps, cycle_length=ledger.bands, partition_type=PartitionType.INDEPENDENT
-        )
+        self._sampled = ledger.sampled
+        sampling = selection(ledger, steps)
         # A batch depends on all random numbers drawn before it, so batches before `start` are sampled and discarded.
         self._drawn = islice(sampling.batch_iterator(num_examples, np.random.default_rng(seed)), start, None)
 
@@ -104,19 +99,44 @@ class SampledBatches:
         largest = self.sizes[-1]
         size = next((s for s in self.sizes if s >= len(drawn)), largest * math.ceil(len(drawn) / largest))
         arguments = jax.tree.map(lambda x: _take(x, drawn, size), self._data)
-        return Batch(arguments, np.arange(size) >= len(drawn), step, self._sampling)
+        return Batch(arguments, np.arange(size) >= len(drawn), step, self._sampled)
 
 
 def padding_only(data: Any, ledger: Ledger, num_examples: int, multiple: int = 1) -> Batch:
     """Return a batch without examples, of a size that only the settings determine."""
     arguments = _arguments(data, num_examples)
-    size = padded_sizes(num_examples, ledger.expected_batch_size, multiple)[0]
+    size = padded_sizes(num_examples, ledger, multiple)[0]
     taken = jax.tree.map(lambda x: _take(x, np.arange(0), size), arguments)
-    return Batch(taken, np.ones(size, bool), np.int32(0), (ledger.sampling_probability, ledger.bands))
+    return Batch(taken, np.ones(size, bool), np.int32(0), ledger.sampled)
 
 
-def padded_sizes(num_examples: int, expected_batch_size: float, multiple: int = 1) -> tuple[int, ...]:
-    """Return a few sizes that hold nearly every batch, from public numbers only: a size must not reveal any data."""
+def selection(ledger: Ledger, steps: int) -> Any:
+    """Return jax-privacy's batch selection strategy for the batches of a run of `steps` steps."""
+    from jax_privacy import batch_selection
+
+    sampling, probability, separation, truncation = ledger.sampled
+    if sampling == "balls_in_bins":
+        return batch_selection.BallsInBinsSampling(steps, separation)
+    if sampling == "b_min_sep":
+        return batch_selection.BMinSepSampling(probability, steps, separation)
+    # If the neighboring relation adds or removes an example, each example draws its group alone. With truncated batches
+    # it zeroes an example out, and the accountant knows the size of a group.
+    kind = batch_selection.PartitionType
+    return batch_selection.CyclicPoissonSampling(
+        probability,
+        steps,
+        truncated_batch_size=None if truncation is None else truncation[0],
+        cycle_length=separation,
+        partition_type=kind.INDEPENDENT if truncation is None else kind.EQUAL_SPLIT,
+    )
+
+
+def padded_sizes(num_examples: int, ledger: Ledger, multiple: int = 1, steps: int = _SHORT) -> tuple[int, ...]:
+    """Return a few sizes that hold nearly every batch of a run of so many steps.
+
+    They are computed from public numbers only: a size must not reveal any data.
+    """
+    expected_batch_size = ledger.expected_batch_size
     probability = expected_batch_size / num_examples
     # The size of a batch is binomial, with variance n q (1 - q).
     deviation = math.sqrt(expected_batch_size * (1 - probability))
@@ -125,7 +145,10 @@ def padded_sizes(num_examples: int, expected_batch_size: float, multiple: int = 
         multiple = 2 ** min(6, max(2, int(math.log2(expected_batch_size / 16))))
     elif multiple > 1:
         num_examples = multiple * math.ceil(num_examples / multiple)
-    wanted = [max(1.0, expected_batch_size + above * deviation) for above in _STANDARD]
+    if ledger.truncation is not None:
+        num_examples = multiple * math.ceil(min(num_examples, ledger.truncation[0]) / multiple)
+    standard = _STANDARD if steps >= _SHORT else _STANDARD[2:]
+    wanted = [max(1.0, expected_batch_size + above * deviation) for above in standard]
     return tuple(sorted({min(num_examples, multiple * math.ceil(size / multiple)) for size in wanted}))
 
 
@@ -168,14 +191,21 @@ def _checked(sizes: Sequence[int], multiple: int) -> tuple[int, ...]:
     return tuple(sorted({int(s) for s in found}))
 
 
-def check_batch(api: str, batch: Any, sampling: tuple[float, int]) -> None:
-    """Raise if a batch was not sampled as the accounting assumes: with this probability and number of bands."""
+def check_batch(api: str, batch: Any, sampled: tuple[Any, ...]) -> None:
+    """Raise if a batch was not sampled as the accounting assumes: as `Ledger.sampled` says."""
     if not isinstance(batch, Batch):
         raise TypeError(f"{api}: batch must be a Batch, such as from DPSGD.batches, but got {describe(batch)}.")
     padding = batch.is_padding_example
     if getattr(padding, "dtype", None) != np.dtype(bool) or padding.ndim != 1 or not padding.size:
         got = f"but got {describe(padding)}; an empty batch consists of padding only"
         raise ValueError(f"{api}: is_padding_example must be booleans, shape (size,), {got}.")
-    if batch.sampling not in (None, sampling):
-        drawn = f"with (probability, bands) = {batch.sampling}, but ε is computed for {sampling}"
+    if batch.sampling not in (None, sampled):
+        drawn = f"with {_described(batch.sampling)}, but ε is computed for {_described(sampled)}"
         raise ValueError(f"{api}: the batch was drawn {drawn}; use batches of this DPSGD.")
+
+
+def _described(sampled: tuple[Any, ...]) -> str:
+    """Return how a batch was sampled, for errors."""
+    sampling, probability, separation, truncation = sampled
+    more = "" if truncation is None else f", truncated to {truncation[0]}"
+    return f"{sampling} sampling (probability {probability:g}, every {separation} steps{more})"

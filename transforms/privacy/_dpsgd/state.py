@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core.arguments import describe, leaf_name
+from ..._core.compat import Tracer
 from ..._models.equinox import is_array, released
 from ..._models.split_model import M, merge_tree, shared_variable
 from ..._runs.checkpoint import Checkpoint, outline, write
@@ -22,20 +23,23 @@ _PART = "private state"
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class DPState(Generic[M]):
     """The state of a `DPSGD` run, a pytree; `DPSGD.init` creates it.
 
-    For an ensemble, the arrays of `opt_state`, `noise_state` and `mask_key` have the members along axis 0.
+    For an ensemble, the arrays of `opt_state`, `noise_state`, `clip_norms` and `mask_key` have the members along axis 0.
 
     Attributes:
       tree: the model, split into arrays and structure; see `model`.
       opt_state: the optax state.
       noise_state: the state of the noise, with its key.
+      clip_norms: the clip norms of the next step with adaptive clipping: float32, shape (), or (groups,) for a pytree of
+        them, in the order of `jax.tree.leaves`; otherwise None. They are as private as the model.
       mask_key: the key from which the random state of modules, such as dropout, is drawn.
       step: the number of steps taken, an int32 scalar.
       seed: the seed of the batches, words of uint32. Keep it as secret as the noise.
       ledger: the settings of a step that the accountant needs.
+      target_delta, accountant: as for `DPSGD`, for the ε that `repr` shows.
       members: the number of members; None for a single model.
 
     Examples:
@@ -46,16 +50,30 @@ class DPState(Generic[M]):
       >>> state = dp.init(jnp.zeros(3), key=jax.random.key(0))
       >>> int(state.step), state.model
       (0, Array([0., 0., 0.], dtype=float32))
+      >>> state
+      DPState(step=0, noise_multiplier=2, sampling_probability=0.05, target_delta=1e-05: ε ≤ 0.000)
     """
 
     tree: Any
     opt_state: Any
     noise_state: Any
+    clip_norms: jax.Array | None
     mask_key: jax.Array
     step: jax.Array
     seed: jax.Array
     ledger: Ledger = field(metadata={"static": True})
+    target_delta: float = field(metadata={"static": True})
+    accountant: str = field(metadata={"static": True})
     members: int | None = field(metadata={"static": True})
+
+    def __repr__(self) -> str:
+        """Return the number of steps, σ, q, and an upper bound on the ε spent: for an ensemble that of each member."""
+        known = isinstance(self.step, (jax.Array, np.ndarray)) and not isinstance(self.step, Tracer)
+        step = str(int(self.step)) if known else "?"
+        settings = f"step={step}, {self.ledger.summary()}, target_delta={self.target_delta:g}"
+        members = "" if self.members is None else f"members={self.members}, "
+        spent = self.ledger.bound(int(self.step), self.target_delta, self.accountant) if known else "ε = ?"
+        return f"DPState({members}{settings}: {spent}{'' if self.members is None else ' each'})"
 
     @property
     def model(self) -> M:
@@ -134,12 +152,13 @@ def read_state(checkpoint: Checkpoint, like: DPState[M]) -> DPState[M]:
     """Return the state of a checkpoint in the form of `like`; raise if its settings or its model differ."""
     read = checkpoint.load(*as_member(like), 1)[_PART]
     written = checkpoint.manifest["ledger"]
-    _check_ledger(f"{checkpoint}", Ledger(**{**written, "strategy": tuple(written["strategy"])}), like.ledger)
+    _check_ledger(f"{checkpoint}", Ledger.read(written), like.ledger)
     step = jnp.asarray(checkpoint.manifest["step"], like.step.dtype)
     return replace(like, **jax.tree.map(lambda x: x[0], read), step=step)
 
 
 def as_member(state: DPState) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the arrays of a state to store, with an axis of one member in front, and their outlines."""
-    arrays = {name: getattr(state, name) for name in ("tree", "opt_state", "noise_state", "mask_key", "seed")}
+    names = ("tree", "opt_state", "noise_state", "clip_norms", "mask_key", "seed")
+    arrays = {name: getattr(state, name) for name in names}
     return {_PART: jax.tree.map(lambda x: x[None], arrays)}, {_PART: outline(arrays)}

@@ -20,8 +20,8 @@ from .._per_example.clip_norms import ClipNorms
 from .._per_example.clipped import clipped_grad
 from .._per_example.methods import Method
 from .accounting import Ledger
-from .model_loss import of_example, with_random_state
-from .noise import add_noise, privatizer
+from .model_loss import of_example, with_frozen, with_random_state, without_frozen
+from .noise import add_noise, add_noise_and_count, privatizer
 from .sampling import Batch
 from .state import DPState, check_state
 
@@ -47,8 +47,8 @@ class PrivateStep:
     has_aux: bool
     checked_states: set[Any] = field(default_factory=set)
 
-    def init(self, trainable: Any, key: jax.Array) -> tuple[Any, Any, jax.Array]:
-        """Return the optimizer state, the noise state, and the key of dropout masks of one model."""
+    def init(self, trainable: Any, key: jax.Array) -> tuple[Any, Any, jax.Array, jax.Array | None]:
+        """Return the optimizer state, the noise state, the key of dropout masks, and the clip norms, of one model."""
         opt_state = self.optimizer.init(trainable)
         # An optimizer that needs the value of the loss, which is not private, fails here and not at the first step.
         try:
@@ -57,7 +57,8 @@ class PrivateStep:
             needs = "the optimizer must update from gradients and parameters alone, since the loss is not private"
             raise TypeError(f"DPSGD.init: {needs}, but it raises: {error}") from error
         noise_state = privatizer(self.ledger, jax.random.fold_in(key, _NOISE)).init(trainable)
-        return opt_state, noise_state, jax.random.fold_in(key, _MASKS)
+        clip_norms = None if self.ledger.adaptive is None else self.clipping.array()
+        return opt_state, noise_state, jax.random.fold_in(key, _MASKS), clip_norms
 
     def check_state(self, api: str, state: Any) -> None:
         """Raise if a state was made with another ledger or another optimizer, or is not a `DPState`."""
@@ -65,6 +66,10 @@ class PrivateStep:
         trainable = differentiated(trainable_of(state.tree), integers=True)
         init = self.optimizer.init if state.members is None else jax.vmap(self.optimizer.init)
         check_opt_state(api, state.opt_state, init, trainable, self.checked_states)
+
+    def example_loss(self, tree: Any, key: jax.Array) -> Callable[..., Any]:
+        """Return the loss as a function of the trainable parameters, an example's index, and its batch."""
+        return of_example(self.loss, tree, key, self.has_aux)
 
     def __call__(self, state: DPState, batch: Batch) -> tuple[DPState, dict[str, jax.Array]]:
         """Return the state after a step, and the metrics."""
@@ -79,42 +84,55 @@ class PrivateStep:
 
         return with_automatic("DPSGD.step", self._of_members, (state, batch), axes, place)
 
+    def changing(self, state: DPState, frozen: Any, batch: Batch) -> tuple[DPState, dict[str, jax.Array]]:
+        """Return the state after a step without the frozen arrays of its models, and the metrics.
+
+        Args:
+          state: a state whose tree is the first result of `without_frozen`. Its memory may be reused.
+          frozen: the second result.
+          batch: the batch of the step.
+        """
+        after, metrics = self(replace(state, tree=with_frozen(state.tree, frozen)), batch)
+        return replace(after, tree=without_frozen(after.tree)[0]), metrics
+
     def _of_members(self, state: DPState, batch: Batch) -> tuple[DPState, dict[str, jax.Array]]:
         """Take a step of a model or of all members of an ensemble; return the new state and the metrics."""
-        arrays = (state.tree, state.opt_state, state.noise_state, state.mask_key)
+        arrays = (state.tree, state.opt_state, state.noise_state, state.clip_norms, state.mask_key)
         if state.members is None:
-            after, metrics = self._one(arrays, state.step, batch)
+            after, metrics = self.of_one(arrays, state.step, batch)
         else:
 
             def of_member(parts: SplitModel, *arrays: Any) -> Any:
                 # Under `vmap` the arrays of the ensemble have no member axis: they are the arrays of one model.
                 member = split(parts.merge().__plurax_member__())
-                (tree, *rest), metrics = self._one((member, *arrays), state.step, batch)
+                (tree, *rest), metrics = self.of_one((member, *arrays), state.step, batch)
                 return (tree.trainable, tree.rest, *rest), metrics
 
             (trainable, rest, *others), metrics = jax.vmap(of_member)(*arrays)
             after = (SplitModel(state.tree.structure, trainable, rest), *others)
-        tree, opt_state, noise_state = after
-        return replace(state, tree=tree, opt_state=opt_state, noise_state=noise_state, step=state.step + 1), metrics
+        tree, opt_state, noise_state, clip_norms = after
+        changed = {"tree": tree, "opt_state": opt_state, "noise_state": noise_state, "clip_norms": clip_norms}
+        return replace(state, **changed, step=state.step + 1), metrics
 
-    def _one(
+    def of_one(
         self, arrays: tuple[Any, ...], step: jax.Array, batch: Batch
     ) -> tuple[tuple[Any, ...], dict[str, jax.Array]]:
         """Return the arrays of one model after a step, and its metrics."""
         import optax
 
-        tree, opt_state, noise_state, mask_key = arrays
+        tree, opt_state, noise_state, clip_norms, mask_key = arrays
+        clipping = self.clipping if clip_norms is None else self.clipping.replaced(clip_norms)
         trainable = differentiated(trainable_of(tree), integers=True)
         gradient = clipped_grad(
-            of_example(self.loss, tree, jax.random.fold_in(mask_key, step), self.has_aux),
+            self.example_loss(tree, jax.random.fold_in(mask_key, step)),
             has_aux=self.has_aux,
             batch_argnums=tuple(range(1, 2 + len(batch.arguments))),
             return_values=True,
             return_grad_norms=True,
             # With half-precision parameters, gradients are summed and noise is added in float32.
             dtype=jnp.result_type(jnp.float32, *jax.tree.leaves(trainable)),
-            l2_clip_norm=self.clipping.given(),
-            automatic=self.clipping.automatic,
+            l2_clip_norm=clipping.given(),
+            automatic=clipping.automatic,
             method=self.method,
             keep_batch_dim=self.keep_batch_dim,
             microbatch_size=self.microbatch_size,
@@ -123,7 +141,17 @@ class PrivateStep:
         # The indices of the examples in the batch, from which each example's dropout masks are drawn.
         numbers = jnp.arange(len(batch.is_padding_example), dtype=jnp.uint32)
         sums, each = gradient(trainable, numbers, *batch.arguments, is_padding_example=batch.is_padding_example)
-        noisy, noise_state = add_noise(self.ledger, sums, noise_state)
+        real = ~jnp.asarray(batch.is_padding_example)
+        within, used = clipping.within(each.grad_norms), {}
+        if clip_norms is None:
+            noisy, noise_state = add_noise(self.ledger, sums, noise_state)
+        else:
+            assert self.ledger.adaptive is not None
+            counts = jnp.where(real[:, None], within - 0.5, 0.0).sum(0).reshape(clip_norms.shape)
+            noisy, counts, noise_state = add_noise_and_count(self.ledger, sums, counts, clip_norms, noise_state)
+            used = {"l2_clip_norm": clip_norms}
+            size, first = self.ledger.expected_batch_size, self.clipping.norms
+            clip_norms = self.ledger.adaptive.after(clip_norms, counts, size, first)
         # Divide by the expected size, which is public. The sampled size is not, and would need separate noise.
         noisy = jax.tree.map(lambda x, p: (x / self.ledger.expected_batch_size).astype(p.dtype), noisy, trainable)
         updates, opt_state = self.optimizer.update(noisy, opt_state, trainable)
@@ -131,19 +159,24 @@ class PrivateStep:
         # Count the uses of random keys on an example of zeros, so that the counts cannot depend on the data.
         zeros = jax.tree.map(lambda x: jnp.zeros_like(x[:1] if self.keep_batch_dim else x[0]), batch.arguments)
         tree = with_random_state(self.loss, with_trainable(tree, trained), zeros, self.has_aux)
-        real = ~jnp.asarray(batch.is_padding_example)
 
         def mean(x: jax.Array) -> jax.Array:
             return jnp.where(real.reshape(-1, *[1] * (x.ndim - 1)), x, 0).sum(0) / real.sum()
 
-        metrics = {"loss": mean(each.values), "clipped": mean(self.clipping.exceeded(each.grad_norms))}
-        return (tree, opt_state, noise_state), metrics | jax.tree.map(mean, _metrics_of(each.aux))
+        metrics = {"loss": mean(each.values), "clipped": mean(~within.all(axis=-1)), **used}
+        metrics |= jax.tree.map(mean, _metrics_of(each.aux, metrics))
+        return (tree, opt_state, noise_state, clip_norms), metrics
 
 
-def _metrics_of(aux: Any) -> dict[str, Any]:
-    """Return the auxiliary output of a loss as metrics: the entries of a dict, or anything else as "aux"."""
+def _metrics_of(aux: Any, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the auxiliary output of a loss as metrics: the entries of a dict, or anything else as "aux".
+
+    Args:
+      aux: the auxiliary output.
+      own: the metrics of `DPSGD`, whose names it must not have.
+    """
     metrics = dict(aux) if isinstance(aux, Mapping) else {} if aux is None else {"aux": aux}
-    if taken := {"loss", "clipped"} & metrics.keys():
+    if taken := own.keys() & metrics.keys():
         raise ValueError(f"DPSGD: the auxiliary output of the loss has `{min(taken)}`, which DPSGD uses; rename it.")
     for path, leaf in jax.tree.leaves_with_path(aux):
         if not isinstance(leaf, jax.Array) or not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool):

@@ -96,11 +96,23 @@ class ClipNorms:
             return norms
         return jax.tree.unflatten(self.structure, list(jnp.moveaxis(norms, -1, 0)))
 
-    def exceeded(self, norms: Any) -> jax.Array:
-        """Return whether each example has a norm above its clip norm, from norms in the structure of the groups."""
+    def within(self, norms: Any) -> jax.Array:
+        """Return whether each norm is at most its clip norm, shape (batch, groups).
+
+        Args:
+          norms: norms in the structure of the groups, each of shape (batch,). A NaN is not within any clip norm.
+        """
         pairs = zip(jax.tree.leaves(norms), self.norms, strict=True)
-        # Not `>`: a NaN norm counts too.
-        return ~jnp.stack([found <= most for found, most in pairs]).all(axis=0)
+        return jnp.stack([found <= most for found, most in pairs], axis=-1)
+
+    def array(self) -> jax.Array:
+        """Return the clip norms, shape (groups,), or () if there is a single one."""
+        norms = jnp.asarray(self.norms, jnp.float32)
+        return norms[0] if self.structure is None else norms
+
+    def replaced(self, norms: jax.Array) -> ClipNorms:
+        """Return other clip norms, in the form of `array`."""
+        return replace(self, norms=tuple(jnp.atleast_1d(norms)))
 
     def before_rounding(self, api: str, grid_scale: int, count: int) -> ClipNorms:
         """Return the clip norm that leaves room for rounding `count` numbers to the grid, half a step each.

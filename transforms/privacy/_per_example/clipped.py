@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, get_args
@@ -162,7 +163,7 @@ def clipped_grad(
       return_values: whether to return each sample's loss.
       return_grad_norms: whether to return the norm of each sample's gradient before clipping.
       pre_clipping_transform: a function of one sample's gradients, applied before clipping. It requires materialized
-        gradients, so the method is "vmap".
+        gradients, so the method is "vmap", unless it returns anything unchanged.
       microbatch_size: the largest number of samples to compute at a time; it must divide the batch.
       nan_safe: whether samples with a non-finite norm contribute zero; with False they make the sum NaN.
       dtype: the dtype of the sum; None for the dtypes of the parameters. Gradients are summed in float32 or wider and
@@ -234,6 +235,8 @@ def clipped_grad(
     budget = check_budget("clipped_grad", memory_budget, microbatch_size, "microbatch_size")
     clipping = clip_norms("clipped_grad", l2_clip_norm, automatic, rescale=rescale_to_unit_norm, nan_safe=nan_safe)
     normalize_by = checked_divisor("clipped_grad", normalize_by, dtype, prng_argnum)
+    if pre_clipping_transform is not None and _is_identity(pre_clipping_transform):
+        pre_clipping_transform = None
     check_grid("clipped_grad", grid_scale, clipping, normalize_by, dtype)
     needing = "pre_clipping_transform" if pre_clipping_transform is not None else "grid_scale"
     needs_each = pre_clipping_transform is not None or grid_scale is not None
@@ -352,6 +355,14 @@ def clipped_grad(
     on_mesh = on_any_mesh("clipped_grad", fun, batch_argnums, clipped, lambda out: out[0] if has_more else out, like)
     explained = on_any_mesh("clipped_grad", fun, batch_argnums, explain)
     return ClippedGrad(wrap_like(fun, "clipped_grad", on_mesh), bound, has_more, explained)
+
+
+def _is_identity(fun: Callable[[Any], Any]) -> bool:
+    """Return whether a function returns anything unchanged, as what jax-privacy's `DPTrainer` passes may do."""
+    anything = object()
+    with suppress(Exception):
+        return fun(anything) is anything
+    return False
 
 
 def checked_divisor(api: str, normalize_by: Any, dtype: Any, prng_argnum: Any) -> float:

@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from plurax.transforms import clipped_grad
+from plurax.transforms.privacy import clipped_fun
 from plurax.transforms.privacy._per_example.gradient_forms import OuterProduct
 
 pytestmark = pytest.mark.slow
@@ -290,6 +291,8 @@ def a_program_counts_every_way(data: st.DataObject) -> None:
     rank = data.draw(st.sampled_from([0, 1, None]), label="the norm to clip to")  # None: nothing is clipped
     by_parameter = data.draw(st.booleans(), label="a norm for each parameter")
     automatic = data.draw(st.sampled_from([None, None, 0.1]), label="automatic clipping")
+    mappable = not {"in groups", "through a reference", "dropped", "while"} & {*names}
+    more = data.draw(st.sampled_from([None, None, "clipped_fun", "grid"]), label="more") if mappable else None
 
     def loss(parameters: Any, example: Any) -> Any:
         values = [*parameters, *example]
@@ -339,6 +342,20 @@ def a_program_counts_every_way(data: st.DataObject) -> None:
         call = of.__call__ if data.draw(st.integers(0, 7), label="eager") == 7 else jax.jit(of)
         total, aux = call(parameters, examples, is_padding_example=padding)
         total, found = np.array(total), np.stack(jax.tree.leaves(aux.grad_norms), axis=1)
+        others, allowed = [], 0.0
+        if more == "clipped_fun":
+            options = {"l2_clip_norm": given_norms, "automatic": automatic, "keep_batch_dim": False}
+            outputs = clipped_fun(jax.grad(loss), batch_argnums=1, **options)
+            others.append((outputs(parameters, examples, is_padding_example=padding), expected))
+        elif more == "grid" and automatic is None and not by_parameter and 1e-6 < bound < np.inf:
+            on_grid = clipped_grad(loss, l2_clip_norm=float(bound), grid_scale=1000, keep_batch_dim=False)
+            steps_up_to = on_grid(parameters, examples, is_padding_example=padding)
+            assert all(x.dtype == jnp.int64 for x in steps_up_to)
+            room = bound * (1 - 0.5 * np.sqrt(gradients[0].size) / 1000)
+            tightened = np.where((finite & ~padding)[:, None], np.minimum(1, room / positive), 0)
+            wanted = (np.broadcast_to(tightened, (BATCH, 2))[..., None, None] * known).sum(0)
+            allowed = 0.5 * BATCH * bound / 1000  # each example is rounded by up to half a step
+            others.append((np.array(steps_up_to) * bound / 1000, wanted))
 
     scale = 1 + max(np.abs(expected).max(), norms[finite].max(initial=0))
     # Long programs amplify float64 rounding; the largest error of "vmap", which is JAX itself, was 2.4e-9.
@@ -346,6 +363,8 @@ def a_program_counts_every_way(data: st.DataObject) -> None:
     assert not np.isfinite(found[broken]).all(1).any()
     # Terms may cancel, so the error is relative to more than their sum.
     np.testing.assert_allclose(total, expected, 0, (rough or 1e-6) * scale)
+    for other, wanted in others:
+        np.testing.assert_allclose(np.array(other), wanted, 0, (rough or 1e-6) * scale + allowed)
 
 
 @pytest.mark.parametrize("method", ["ghost", "book_keeping"])

@@ -1,0 +1,213 @@
+"""Audits stay below ε for the mechanism as it is, and exceed it for mechanisms with mistakes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax_privacy.auditing import CanaryScoreAuditor
+
+from plurax.ensemble import Ensemble
+from plurax.transforms.privacy import DPSGD, AdaptiveClipping, Audit
+from plurax.transforms.privacy._dpsgd import step as _step
+from plurax.transforms.privacy._dpsgd.accounting import Ledger
+from plurax.transforms.privacy._dpsgd.audit import _log_ratios
+
+N = 30
+X = np.sin(np.arange(N * 4.0)).reshape(N, 4).astype(np.float32)
+Y = np.arange(N) % 3
+PARAMS = {"w": np.cos(np.arange(12.0)).reshape(4, 3).astype(np.float32), "b": np.array([0.1, -0.2, 0.3], np.float32)}
+SETTINGS: dict[str, Any] = {
+    "l2_clip_norm": 0.7,
+    "noise_multiplier": 2.0,
+    "target_delta": 1e-2,
+    "num_examples": N,
+    "expected_batch_size": 15.0,
+    "num_steps": 4,
+}
+STRATEGY = np.array([1.0, 0.5])
+
+
+def loss(params: Any, x: Any, y: Any) -> Any:
+    logits = x @ params["w"] + params["b"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+
+def make(**settings: Any) -> DPSGD:
+    return DPSGD(settings.pop("loss", loss), optax.sgd(0.5), **{**SETTINGS, **settings})
+
+
+def audit(dp: DPSGD, seed: int = 0, **options: Any) -> Audit:
+    given = {"runs": 1000, "confidence": 0.999, "progress": False}
+    return dp.audit(PARAMS, (X, Y), key=jax.random.key(seed), **{**given, **options})
+
+
+MECHANISMS: dict[str, dict[str, Any]] = {
+    "DP-SGD": {},
+    "a tree of clip norms": {"l2_clip_norm": {"w": 0.7, "b": 0.2}},
+    "automatic": {"automatic": 0.1},
+    "adaptive": {"adaptive": AdaptiveClipping()},
+    "bands": {"noise_strategy": STRATEGY, "expected_batch_size": 7.5},
+    "balls in bins": {"sampling": "balls_in_bins", "expected_batch_size": 10.0},
+    "b-min-sep": {"sampling": "b_min_sep", "noise_strategy": STRATEGY, "expected_batch_size": 10.0},
+    "microbatches": {"microbatch_size": 4},
+}
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_an_audit_of_many_runs_stays_below(name: str) -> None:
+    found = audit(make(**MECHANISMS[name]))
+    assert 0 < found.lower <= found.upper
+    assert len(found.inside) + len(found.outside) == 1000
+    assert found.inside.mean() > found.outside.mean()
+    assert "sees the noisy gradient of each step; a canary in 1,000 runs" in found.threat_model
+
+
+def test_an_audit_of_one_run_stays_below() -> None:
+    found = audit(make(noise_multiplier=0.7, l2_clip_norm=0.1), runs=1, canaries=60)
+    assert 0 <= found.lower <= found.upper
+    assert found.inside.mean() > found.outside.mean()
+    assert "a canary among 60 in one run" in found.threat_model
+
+
+@pytest.mark.slow
+def test_twenty_of_twenty_audits_stay_below_and_are_tight() -> None:
+    """A right mechanism exceeds its ε with a probability of at most 0.001 each."""
+    dp = make()
+    found = [audit(dp, seed) for seed in range(20)]
+    assert all(one.lower <= one.upper for one in found)
+    assert np.median([one.lower for one in found]) > 0.4 * found[0].upper
+    one_run = make(noise_multiplier=0.7, l2_clip_norm=0.1)
+    assert all(one.lower <= one.upper for one in (audit(one_run, seed, runs=1, canaries=60) for seed in range(20)))
+
+
+def half_the_noise(ledger: Any, sums: Any, state: Any) -> Any:
+    noisy, state = ORIGINAL(ledger, sums, state)
+    return jax.tree.map(lambda x, y: (x + y) / 2, noisy, sums), state
+
+
+def no_noise(ledger: Any, sums: Any, state: Any) -> Any:
+    return sums, ORIGINAL(ledger, sums, state)[1]
+
+
+ORIGINAL = _step.add_noise
+
+
+def leaking(*args: Any, **options: Any) -> Any:
+    """Clip to three times the norm."""
+    options["l2_clip_norm"] = jax.tree.map(lambda c: 3 * c, options["l2_clip_norm"])
+    return CLIPPED(*args, **options)
+
+
+CLIPPED = _step.clipped_grad
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"), [("add_noise", no_noise), ("add_noise", half_the_noise), ("clipped_grad", leaking)]
+)
+def test_an_audit_finds_mistakes(name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_step, name, wrong)
+    found = audit(make())
+    assert found.lower > found.upper
+
+
+@pytest.mark.parametrize(("name", "wrong"), [("add_noise", no_noise), ("clipped_grad", leaking)])
+def test_an_audit_of_one_run_finds_mistakes(name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_step, name, wrong)
+    found = audit(make(l2_clip_norm=0.1), runs=1, canaries=300)
+    assert found.lower > found.upper
+
+
+def test_canaries_may_be_examples() -> None:
+    dp = make(num_steps=8, noise_multiplier=0.5, l2_clip_norm=3.0)
+    x, y = np.full((1, 4), 5.0, np.float32), np.array([2])
+    found = audit(dp, canaries=(x, y), runs=400)
+    assert 0 < found.lower <= found.upper
+    assert "chooses the canaries, and sees the trained model" in found.threat_model
+    many = audit(dp, canaries=(X[:20] * 3, Y[:20]), runs=1)
+    assert len(many.inside) + len(many.outside) == 20
+
+
+def test_chunks_of_runs_change_nothing() -> None:
+    whole, parts = (audit(make(), runs=50, chunk_size=size) for size in (None, 7))
+    np.testing.assert_allclose(np.sort(whole.inside), np.sort(parts.inside), rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(audit(make(), runs=50).outside, whole.outside)
+
+
+def test_modules_and_auxiliary_outputs_are_audited() -> None:
+    def with_aux(model: Any, x: Any, y: Any) -> Any:
+        logits = model(x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean(), {"logits": logits.mean()}
+
+    model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    before = jax.tree.map(jnp.copy, nnx.state(model))
+    dp = make(loss=with_aux, has_aux=True)
+    found = dp.audit(model, (X, Y), key=jax.random.key(0), runs=200, progress=False)
+    assert 0 <= found.lower <= found.upper
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), before)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sampling", "separation"),
+    [((1.0,), "poisson", None), ((1.0, 0.5, 0.25), "poisson", None), ((1.0, 0.5), "balls_in_bins", 3)],
+)
+def test_scores_are_likelihood_ratios(strategy: Any, sampling: Any, separation: Any) -> None:
+    """Against the sum over all ways in which a canary may take part in five steps."""
+    probability = 1.0 if sampling == "balls_in_bins" else 0.3
+    ledger = Ledger(0.8, probability, 1.0, 10.0, strategy, sampling=sampling, separation=separation)
+    c = sum(np.diag(np.full(5 - k, x), -k) for k, x in enumerate(strategy))
+    stddev = 0.8 * np.linalg.norm(strategy)
+    seen = np.random.default_rng(0).normal(size=(5, 7))
+    white, period, total = c @ seen, separation or len(strategy), 0.0
+    for start in range(period):
+        steps = np.arange(start, 5, period)
+        for taken in np.ndindex(*[2] * len(steps)):
+            weight = np.prod([probability if t else 1 - probability for t in taken]) / period
+            mean = np.zeros(5)
+            mean[steps] = taken
+            mean = c @ mean
+            total += weight * np.exp((white.T @ mean - mean @ mean / 2) / stddev**2)
+    np.testing.assert_allclose(_log_ratios(ledger, seen), np.log(total), rtol=1e-9)
+
+
+def test_the_bound_is_that_of_jax_privacy() -> None:
+    found = audit(make(), runs=300, confidence=0.9)
+    auditor = CanaryScoreAuditor(found.inside, found.outside)
+    assert found.lower == pytest.approx(auditor.epsilon_clopper_pearson(0.1, 1e-2))
+    assert found.upper == make().epsilon(4)
+
+
+def test_the_picture_shows_both_bounds() -> None:
+    found = audit(make(), runs=300)
+    scores, bounds = found.plot()
+    assert [text.get_text() for text in bounds.texts] == [f"{found.lower:.2f}", f"{found.upper:.2f}"]
+    assert bounds.get_ylabel() == "ε at δ = 0.01"
+    assert len(scores.patches) == 80
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "error", "message"),
+    [
+        ({"noise_multiplier": 0.0}, {}, ValueError, "noise_multiplier is 0, so ε is infinite; pass a positive one"),
+        ({"truncated_batch_size": 9}, {}, ValueError, "with truncated batches canaries depend on each other"),
+        ({}, {"runs": 5, "canaries": 3}, ValueError, "an audit needs many runs with one canary, or one run with many"),
+        ({}, {"runs": 1, "canaries": 1}, ValueError, "an audit needs many runs with one canary, or one run with many"),
+        ({}, {"canaries": "x"}, ValueError, "canaries must be a number, or examples as data, but got 'x'"),
+        ({}, {"steps": 5}, ValueError, "steps=5 is beyond num_steps=4; pass fewer"),
+        ({}, {"confidence": 1.0}, ValueError, "confidence must be between 0.5 and 1, but got 1.0"),
+    ],
+)
+def test_audits_that_cannot_run_are_refused(settings: Any, options: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=f"^DPSGD.audit: {message}"):
+        audit(make(**settings), **options)
+
+
+def test_an_ensemble_is_refused() -> None:
+    ensemble = Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 2, seed=0)
+    with pytest.raises(TypeError, match=r"^DPSGD.audit: pass one model, not an ensemble"):
+        make().audit(ensemble, (X, Y), key=jax.random.key(0))

@@ -1,0 +1,354 @@
+"""`Audit`: a lower bound on ε, from how well canaries that took part in training are told from those that did not.
+
+Many runs train at once under `vmap`, each with a canary put in or left out at random; or one run with many canaries.
+Both go through the step of `DPSGD` itself, with its clipping and its noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._calls.primals import trainable_of
+from ..._core.arguments import describe
+from ..._models.equinox import differentiated, released
+from ..._models.split_model import merge_tree
+from ..._vmap import vmap
+from .._per_example.clip_norms import ClipNorms
+from .accounting import Ledger
+from .monte_carlo import modules
+from .sampling import Batch, SampledBatches, padded_sizes, selection
+from .state import DPState
+from .step import PrivateStep
+
+# Gradient canaries have this many times the clip norm, so that clipping is audited too.
+_LARGE = 100.0
+
+
+@dataclass(frozen=True, eq=False)
+class Audit:
+    """The result of `DPSGD.audit`.
+
+    Attributes:
+      lower: the lower bound on ε. A mechanism that is (ε, δ)-differentially private exceeds its ε here with a
+        probability of at most 1 - confidence.
+      upper: the ε of the accountant.
+      delta: δ.
+      confidence: the confidence of `lower`.
+      threat_model: what the adversary of this audit chooses and sees.
+      inside: the scores of the canaries that were put in, shape (number,).
+      outside: the scores of those that were left out.
+    """
+
+    lower: float
+    upper: float
+    delta: float
+    confidence: float
+    threat_model: str
+    inside: np.ndarray = field(repr=False)
+    outside: np.ndarray = field(repr=False)
+
+    def plot(self, axes: Any = None) -> Any:
+        """Show the scores of both kinds of canaries, and the lower bound beside the upper one.
+
+        Args:
+          axes: two matplotlib axes, or None for a new figure.
+
+        Returns:
+          The two axes.
+
+        Raises:
+          ModuleNotFoundError: matplotlib is missing.
+        """
+        if axes is None:
+            try:
+                from matplotlib.figure import Figure
+            except ModuleNotFoundError:
+                raise ModuleNotFoundError(
+                    "plots need matplotlib; install it with: pip install 'plurax[plot]'"
+                ) from None
+            axes = Figure(figsize=(9, 3.2), layout="constrained").subplots(1, 2, width_ratios=(2, 1))
+        scores, bounds = axes
+        both = np.concatenate([self.outside, self.inside])
+        bins = np.linspace(both.min(), both.max() + 1e-9, 41)
+        for name, x, color in (("left out", self.outside, "tab:gray"), ("put in", self.inside, "tab:blue")):
+            scores.hist(x, bins, density=True, alpha=0.6, color=color, label=f"{name}: {len(x):,}")
+        scores.set(xlabel="score of a canary", ylabel="density")
+        scores.legend(frameon=False)
+        found, given = f"audited, at least\n({self.confidence:.1%} confidence)", "accounted, at most"
+        bars = bounds.bar([found, given], [self.lower, self.upper], color=["tab:blue", "tab:gray"], width=0.6)
+        bounds.bar_label(bars, fmt="%.2f")
+        bounds.set(ylabel=f"ε at δ = {self.delta:g}")
+        bounds.margins(y=0.12)
+        for ax in axes:
+            ax.spines[["top", "right"]].set_visible(False)
+        return axes
+
+
+@dataclass(frozen=True, eq=False)
+class _AuditedStep(PrivateStep):
+    """The step of a run whose batches begin with the number of each example's gradient canary, or -1 for none.
+
+    The optimizer's state is a pair of that of the optimizer and the projections of the last gradient.
+
+    Attributes:
+      directions: the gradient of each canary in units of the clip norm, with the canaries along axis 0.
+    """
+
+    directions: Any = None
+
+    def example_loss(self, tree: Any, key: jax.Array) -> Callable[..., Any]:
+        """Return the loss of an example, or one whose gradient is that of a canary, far above the clip norm."""
+        of_data = super().example_loss(tree, key)
+
+        def loss(trainable: Any, number: jax.Array, canary: jax.Array, *batch: Any) -> Any:
+            canary = canary.reshape(())
+            out = of_data(trainable, number, canary, *batch)
+            own = jax.tree.map(lambda x, u: jnp.vdot(x, u[canary].astype(x.dtype)), trainable, self.directions)
+            linear = _LARGE * self.ledger.l2_clip_norm * sum(jax.tree.leaves(own))
+
+            def chosen(value: jax.Array) -> jax.Array:
+                return jnp.where(canary < 0, value, linear.astype(value.dtype))
+
+            return (chosen(out[0]), out[1]) if self.has_aux else chosen(out)
+
+        return loss
+
+
+def audit(
+    step: PrivateStep,
+    state: DPState,
+    data: Any,
+    canaries: Any,
+    runs: int,
+    steps: int,
+    num_examples: int,
+    epsilon: float,
+    delta: float,
+    confidence: float,
+    key: jax.Array,
+    chunk_size: int | None,
+    progress: bool,
+) -> Audit:
+    """Train with canaries, and return the bounds.
+
+    Args:
+      step: the step of the `DPSGD`.
+      state: its state of a single model, before the first step.
+      data: all examples, as arguments of the loss.
+      canaries: the number of gradient canaries of a run, or examples, as arguments of the loss.
+      runs: the number of runs.
+      steps: the number of steps of a run.
+      num_examples: the number of examples in the data.
+      epsilon: the ε of the accountant.
+      delta: δ.
+      confidence: the confidence of the lower bound.
+      key: the key of the coins, the noise and the samples.
+      chunk_size: the number of runs to compute at a time.
+      progress: whether to show a bar.
+    """
+    from jax_privacy.auditing import CanaryScoreAuditor
+    from tqdm import tqdm
+
+    ledger, gradients = step.ledger, isinstance(canaries, int)
+    count = canaries if gradients else len(jax.tree.leaves(canaries)[0])
+    rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).tolist())
+    inside = rng.random((runs, count)) < 0.5
+    if inside.all() or not inside.any():  # improbable, unless there are few canaries
+        inside[rng.integers(runs), rng.integers(count)] ^= True
+    trainable = differentiated(trainable_of(state.tree), integers=True)
+    directions = _directions(step.clipping, trainable, count, key) if gradients else None
+    audited = _audited(step, gradients)
+    keys = jax.random.split(jax.random.fold_in(key, 1), runs)
+
+    def first(key: jax.Array) -> tuple[Any, ...]:
+        opt_state, noise_state, mask_key, clip_norms = audited(directions).init(trainable, key)
+        return state.tree, opt_state, noise_state, clip_norms, mask_key
+
+    arrays = jax.jit(jax.vmap(first))(keys)
+    seed = rng.integers(2**32, size=4).tolist()
+    multiple = step.microbatch_size or 1
+    sizes = padded_sizes(num_examples, ledger, multiple)[-2:]  # few, since the program for each is large
+    batches = SampledBatches(data, ledger, num_examples, steps, seed, 0, sizes, multiple)
+    # Each run draws the steps in which its canaries take part for itself; the other examples are drawn once for all.
+    taking_part = selection(ledger, steps).batch_iterator(runs * count, rng)
+    slots = math.ceil(count / multiple) * multiple
+
+    @partial(jax.jit, donate_argnums=0)
+    def advance(arrays: Any, number: jax.Array, batch: Batch, padding: jax.Array, directions: Any) -> Any:
+        def of_run(arrays: Any, padding: jax.Array) -> Any:
+            whole = jnp.concatenate([jnp.asarray(batch.is_padding_example), padding])
+            after, metrics = audited(directions).of_one(arrays, number, Batch(batch.arguments, whole))
+            seen = after[1][1] if gradients else ()
+            if gradients and ledger.adaptive is not None:
+                seen *= ledger.l2_clip_norm / jnp.linalg.norm(metrics["l2_clip_norm"])
+            return (*after, arrays[-1]), seen
+
+        return vmap(of_run, chunk_size=chunk_size)(arrays, padding)
+
+    # Where a gradient canary is, its data do not matter, but their loss must be finite.
+    arguments = tuple(data) if isinstance(data, (tuple, list)) else (data,)
+    filler = jax.tree.map(lambda x: np.repeat(np.asarray(x[:1]), count, axis=0), arguments)
+    projections = []
+    for number, batch in enumerate(tqdm(batches, total=steps, unit="step", disable=not progress)):
+        drawn = np.zeros(runs * count, bool)
+        drawn[next(taking_part)] = True
+        padding = np.ones((runs, slots), bool)
+        padding[:, :count] = ~(drawn.reshape(runs, count) & inside)
+        given = _with_canaries(batch, filler if gradients else canaries, gradients, slots)
+        arrays, seen = advance(arrays, np.int32(number), given, padding, directions)
+        if gradients:
+            projections.append(np.asarray(seen, np.float64).reshape(-1))
+    if gradients:
+        scores = _log_ratios(ledger, np.stack(projections)).reshape(runs, count)
+        seen = "chooses the gradients of the canaries, and sees the noisy gradient of each step"
+    else:
+        scores = -np.asarray(_losses(step, arrays, canaries, chunk_size), np.float64)
+        seen = "chooses the canaries, and sees the trained model"
+    many = f"in {runs:,} runs" if count == 1 else f"among {count:,} in one run"
+    found = CanaryScoreAuditor(scores[inside], scores[~inside])
+    bound = found.epsilon_clopper_pearson if count == 1 else found.epsilon_one_run
+    lower = float(bound(1 - confidence, delta))
+    threat = f"the adversary {seen}; a canary {many}, put in or left out at random"
+    return Audit(lower, epsilon, delta, confidence, threat, scores[inside], scores[~inside])
+
+
+def _audited(step: PrivateStep, gradients: bool) -> Callable[[Any], PrivateStep]:
+    """Return a function from the directions of gradient canaries to the step; the same step for canaries as examples."""
+    if not gradients:
+        return lambda directions: step
+
+    import optax
+
+    def of_directions(directions: Any) -> PrivateStep:
+        def init(params: Any) -> Any:
+            return step.optimizer.init(params), jnp.zeros(len(jax.tree.leaves(directions)[0]))
+
+        def update(gradient: Any, state: Any, params: Any = None) -> Any:
+            own = jax.tree.map(lambda x, u: jnp.tensordot(u, x.astype(u.dtype), x.ndim), gradient, directions)
+            # The step has divided the sum by the expected size of a batch.
+            seen = sum(jax.tree.leaves(own)) * (step.ledger.expected_batch_size / step.ledger.l2_clip_norm)
+            updates, inner = step.optimizer.update(gradient, state[0], params)
+            return updates, (inner, seen)
+
+        fields = {**vars(step), "checked_states": set()}
+        fields["loss"] = lambda model, canary, *batch: step.loss(model, *batch)
+        fields["optimizer"] = optax.GradientTransformation(init, update)
+        return _AuditedStep(**fields, directions=directions)
+
+    return of_directions
+
+
+def _directions(clipping: ClipNorms, trainable: Any, count: int, key: jax.Array) -> Any:
+    """Return random signs, with the canaries along axis 0, scaled so that each canary has the norm that it is clipped to.
+
+    In each clip group its norm is that of the group, relative to the norm of all clip norms.
+    """
+    leaves, structure = jax.tree.flatten(trainable)
+    groups = clipping.groups("DPSGD.audit", trainable)
+    of_leaf = [0] * len(leaves) if groups is None else groups.of_leaf
+    sizes = [0] * len(clipping.norms)
+    for leaf, group in zip(leaves, of_leaf, strict=True):
+        sizes[group] += leaf.size
+    total = math.hypot(*clipping.norms)
+    scaled = []
+    for number, (leaf, group) in enumerate(zip(leaves, of_leaf, strict=True)):
+        signs = jax.random.rademacher(jax.random.fold_in(key, number + 2), (count, *leaf.shape), jnp.float32)
+        scaled.append(signs * (clipping.norms[group] / total / math.sqrt(max(1, sizes[group]))))
+    return jax.tree.unflatten(structure, scaled)
+
+
+def _with_canaries(batch: Batch, canaries: Any, gradients: bool, slots: int) -> Batch:
+    """Return a batch with slots for canaries at its end.
+
+    Args:
+      batch: a batch of data.
+      canaries: the canaries, as arguments of the loss.
+      gradients: whether they are gradient canaries, whose numbers become the first argument.
+      slots: the number of slots; those beyond the canaries are padding.
+    """
+
+    def extended(x: Any, own: Any) -> np.ndarray:
+        x, own = np.asarray(x), np.asarray(own)
+        empty = np.zeros((slots - len(own), *x.shape[1:]), x.dtype)
+        return np.concatenate([x, own.astype(x.dtype), empty])
+
+    arguments = jax.tree.map(extended, batch.arguments, canaries)
+    if gradients:
+        count = len(jax.tree.leaves(canaries)[0])
+        numbers = np.full(len(batch.is_padding_example), -1, np.int32)
+        arguments = (extended(numbers, np.arange(count)), *arguments)
+    return Batch(arguments, batch.is_padding_example)
+
+
+def _losses(step: PrivateStep, arrays: Any, canaries: Any, chunk_size: int | None) -> jax.Array:
+    """Return the loss of each canary with the model of each run, shape (runs, canaries)."""
+
+    def of_run(tree: Any) -> jax.Array:
+        def of_canary(*example: Any) -> jax.Array:
+            one = jax.tree.map(lambda x: x[None], example) if step.keep_batch_dim else example
+            out = step.loss(merge_tree(released(tree)), *one)
+            return out[0] if step.has_aux else out
+
+        return jax.vmap(of_canary)(*canaries)
+
+    return jax.jit(vmap(of_run, chunk_size=chunk_size))(arrays[0])
+
+
+def _log_ratios(ledger: Ledger, seen: np.ndarray) -> np.ndarray:
+    """Return the log-likelihood ratio of each canary: of having been put in to having been left out.
+
+    Args:
+      ledger: the settings of a step.
+      seen: the projections of the noisy gradients on each canary in units of the clip norm, shape (steps, canaries).
+        With the strategy matrix C and the participations x they are x + C⁻¹ z.
+    """
+    from scipy.signal import lfilter
+    from scipy.special import logsumexp
+
+    column = np.asarray(ledger.strategy)[: len(seen)]
+    stddev = ledger.gradient_multiplier * float(np.linalg.norm(ledger.strategy))
+    white = lfilter(column, [1.0], seen, axis=0)  # C x + z
+    sampling, probability, separation, _ = ledger.sampled
+    if sampling != "poisson":
+        _, sample_generation, batch_selection = modules()
+        strategy = batch_selection.BMinSepSampling(probability, len(seen), separation)
+        with np.errstate(divide="ignore"):  # log(1 - 1) for balls in bins
+            return sample_generation.compute_privacy_loss(strategy, white, stddev, column)
+    # Column t of C is `column` from row t on, cut at the end.
+    padded = np.concatenate([white, np.zeros((len(column) - 1, white.shape[1]))])
+    dots = sum(c * padded[k : k + len(white)] for k, c in enumerate(column))
+    squares = np.array([np.sum(column[: len(white) - t] ** 2) for t in range(len(white))])[:, None]
+    ratios = (dots - squares / 2) / stddev**2
+    with np.errstate(divide="ignore"):
+        mixed = np.logaddexp(np.log1p(-probability), np.log(probability) + ratios)
+    # A canary is in one of `separation` groups, each with the same probability.
+    groups = [mixed[start::separation].sum(axis=0) for start in range(separation)]
+    return logsumexp(groups, axis=0) - math.log(separation)
+
+
+def checked_canaries(canaries: Any, runs: int) -> Any:
+    """Return the number of gradient canaries, or canaries as a tuple of arguments; raise if they do not fit the runs."""
+    if canaries is None:
+        return 1 if runs > 1 else 1000
+    if isinstance(canaries, (int, np.integer)) and not isinstance(canaries, bool):
+        count, found = int(canaries), int(canaries)
+    else:
+        found = tuple(canaries) if isinstance(canaries, (tuple, list)) else (canaries,)
+        sizes = {np.shape(x)[:1] for x in jax.tree.leaves(found)} - {()}
+        if len(sizes) != 1:
+            raise ValueError(
+                f"DPSGD.audit: canaries must be a number, or examples as data, but got {describe(canaries)}."
+            )
+        ((count,),) = sizes
+    if count < 1 or (count == 1) == (runs == 1):
+        needed = "many runs with one canary, or one run with many canaries"
+        raise ValueError(f"DPSGD.audit: an audit needs {needed}, but got {runs=} and {count} canaries.")
+    return found
