@@ -61,7 +61,7 @@ def of_jax_privacy(job: Job, kind: str, optimizer: Any, noise_multiplier: float,
         return jax.tree.map(lambda g, c: g * jnp.minimum(1, c / jnp.linalg.norm(g)), gradients, norms)
 
     def automatic(gradients: Any) -> Any:
-        return jax.tree.map(lambda g: g * (CLIP / (optax.global_norm(gradients) + GAMMA)), gradients)
+        return jax.tree.map(lambda g: g * (CLIP / (optax.tree.norm(gradients) + GAMMA)), gradients)
 
     if kind == "adaptive":
         stddev = (noise_multiplier**-2 - (2 * size / 20) ** -2) ** -0.5 if noise_multiplier else 0.0

@@ -36,6 +36,7 @@ class Block(nnx.Module):
         self.up, self.down = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs), nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Return new features (batch, tokens, width)."""
         q, k, v = (part.reshape(*x.shape[:2], HEADS, -1) for part in jnp.split(self.qkv(self.norm1(x)), 3, axis=-1))
         x = x + self.out(jax.nn.dot_product_attention(q, k, v).reshape(x.shape))
         return x + self.down(nnx.gelu(self.up(self.norm2(x))))
@@ -143,9 +144,10 @@ def main() -> None:
     table.add_row("test accuracy", f"{before:.1%}", f"{accuracy(trained, x_test, y_test):.1%}")
     table.add_row("ε", "0", f"{dp.epsilon(state):.2f}")
     console.print(table)
+    sizes = [sum(a.size for a in arrays) for arrays in (base, adapters[0])]
     console.print(
-        f"Base: {sum(a.size for a in base):,} numbers in {len(base)} arrays; {moved} arrays changed, {len(copies)} were "
-        f"copied. Adapters: {sum(a.size for a in adapters[0]):,} numbers in {len(adapters[0])} arrays; {learned} changed."
+        f"Base: {sizes[0]:,} numbers in {len(base)} arrays; {moved} arrays changed, {len(copies)} were copied. "
+        f"Adapters: {sizes[1]:,} numbers in {len(adapters[0])} arrays; {learned} changed."
     )
 
 

@@ -63,20 +63,23 @@ class AdaptiveClipping:
         if self.count_stddev is not None:
             check("count_stddev", math.inf, "positive and finite")
 
-    def after(self, clip_norms: jax.Array, counts: jax.Array, expected: float, first: Any) -> jax.Array:
-        """Return the clip norms of the next step.
 
-        Args:
-          clip_norms: those of this step, shape () or (groups,).
-          counts: the noisy counts of examples that were not clipped, minus half of the number of examples.
-          expected: the expected batch size.
-          first: the clip norms of the first step.
-        """
-        first = jnp.reshape(jnp.asarray(first, clip_norms.dtype), clip_norms.shape)
-        fraction = counts / expected + 0.5
-        return jnp.clip(
-            clip_norms * jnp.exp(-self.learning_rate * (fraction - self.quantile)), _LEAST * first, _MOST * first
-        )
+def adapted(
+    adaptive: AdaptiveClipping, clip_norms: jax.Array, counts: jax.Array, expected: float, first: Any
+) -> jax.Array:
+    """Return the clip norms of the next step.
+
+    Args:
+      adaptive: how they adapt.
+      clip_norms: those of this step, shape () or (groups,).
+      counts: the noisy counts of examples that were not clipped, minus half of the number of examples.
+      expected: the expected batch size.
+      first: the clip norms of the first step.
+    """
+    first = jnp.reshape(jnp.asarray(first, clip_norms.dtype), clip_norms.shape)
+    fraction = counts / expected + 0.5
+    moved = clip_norms * jnp.exp(-adaptive.learning_rate * (fraction - adaptive.quantile))
+    return jnp.clip(moved, _LEAST * first, _MOST * first)
 
 
 def gradient_multiplier(noise_multiplier: float, adaptive: AdaptiveClipping | None, groups: int) -> float:

@@ -17,10 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._calls.primals import trainable_of
-from ..._core.arguments import describe
+from ..._core.arguments import describe, is_int
 from ..._models.equinox import differentiated, released
 from ..._models.split_model import merge_tree
-from ..._vmap import vmap
 from .._per_example.clip_norms import ClipNorms
 from .accounting import Ledger
 from .monte_carlo import modules
@@ -39,15 +38,27 @@ class Audit:
     Attributes:
       lower: the lower bound on ε. A mechanism that is (ε, δ)-differentially private exceeds its ε here with a
         probability of at most 1 - confidence.
+      lower_gdp: a larger bound, which holds if the mechanism is Gaussian, as it should be if each example takes part in
+        each step; otherwise None.
       upper: the ε of the accountant.
       delta: δ.
       confidence: the confidence of `lower`.
       threat_model: what the adversary of this audit chooses and sees.
       inside: the scores of the canaries that were put in, shape (number,).
       outside: the scores of those that were left out.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from plurax.transforms.privacy import DPSGD
+      >>> dp = DPSGD(lambda w, x: jnp.sum(w * x), optax.sgd(0.1), l2_clip_norm=1.0, noise_multiplier=1.0,
+      ...            target_delta=1e-3, num_examples=20, expected_batch_size=10, num_steps=2)
+      >>> audit = dp.audit(jnp.zeros(3), jnp.ones((20, 3)), key=jax.random.key(0), runs=1000, progress=False)
+      >>> 0 < audit.lower < audit.upper
+      True
     """
 
     lower: float
+    lower_gdp: float | None
     upper: float
     delta: float
     confidence: float
@@ -82,10 +93,12 @@ class Audit:
             scores.hist(x, bins, density=True, alpha=0.6, color=color, label=f"{name}: {len(x):,}")
         scores.set(xlabel="score of a canary", ylabel="density")
         scores.legend(frameon=False)
-        found, given = f"audited, at least\n({self.confidence:.1%} confidence)", "accounted, at most"
-        bars = bounds.bar([found, given], [self.lower, self.upper], color=["tab:blue", "tab:gray"], width=0.6)
+        found = {"audited,\nat least": self.lower, "if Gaussian,\nat least": self.lower_gdp}
+        heights = {name: x for name, x in found.items() if x is not None} | {"accounted,\nat most": self.upper}
+        colors = ["tab:blue"] * (len(heights) - 1) + ["tab:gray"]
+        bars = bounds.bar(list(heights), list(heights.values()), color=colors, width=0.6)
         bounds.bar_label(bars, fmt="%.2f")
-        bounds.set(ylabel=f"ε at δ = {self.delta:g}")
+        bounds.set(ylabel=f"ε at δ = {self.delta:g}", title=f"confidence {self.confidence:g}")
         bounds.margins(y=0.12)
         for ax in axes:
             ax.spines[["top", "right"]].set_visible(False)
@@ -112,7 +125,7 @@ class _AuditedStep(PrivateStep):
             canary = canary.reshape(())
             out = of_data(trainable, number, canary, *batch)
             own = jax.tree.map(lambda x, u: jnp.vdot(x, u[canary].astype(x.dtype)), trainable, self.directions)
-            linear = _LARGE * self.ledger.l2_clip_norm * sum(jax.tree.leaves(own))
+            linear = _LARGE * self.ledger.l2_clip_norm * jnp.sum(jnp.stack(jax.tree.leaves(own)))
 
             def chosen(value: jax.Array) -> jax.Array:
                 return jnp.where(canary < 0, value, linear.astype(value.dtype))
@@ -154,7 +167,7 @@ def audit(
       chunk_size: the number of runs to compute at a time.
       progress: whether to show a bar.
     """
-    from jax_privacy.auditing import CanaryScoreAuditor
+    from jax_privacy.auditing import CanaryScoreAuditor, Split
     from tqdm import tqdm
 
     ledger, gradients = step.ledger, isinstance(canaries, int)
@@ -164,6 +177,8 @@ def audit(
     if inside.all() or not inside.any():  # improbable, unless there are few canaries
         inside[rng.integers(runs), rng.integers(count)] ^= True
     trainable = differentiated(trainable_of(state.tree), integers=True)
+    if gradients and count > (most := sum(x.size for x in jax.tree.leaves(trainable))):
+        raise ValueError(f"DPSGD.audit: {count} gradient canaries need as many parameters, but there are {most}.")
     directions = _directions(step.clipping, trainable, count, key) if gradients else None
     audited = _audited(step, gradients)
     keys = jax.random.split(jax.random.fold_in(key, 1), runs)
@@ -191,7 +206,7 @@ def audit(
                 seen *= ledger.l2_clip_norm / jnp.linalg.norm(metrics["l2_clip_norm"])
             return (*after, arrays[-1]), seen
 
-        return vmap(of_run, chunk_size=chunk_size)(arrays, padding)
+        return _mapped(of_run, chunk_size)(arrays, padding)
 
     # Where a gradient canary is, its data do not matter, but their loss must be finite.
     arguments = tuple(data) if isinstance(data, (tuple, list)) else (data,)
@@ -214,16 +229,32 @@ def audit(
         seen = "chooses the canaries, and sees the trained model"
     many = f"in {runs:,} runs" if count == 1 else f"among {count:,} in one run"
     found = CanaryScoreAuditor(scores[inside], scores[~inside])
-    bound = found.epsilon_clopper_pearson if count == 1 else found.epsilon_one_run
+    bound, of_gaussian = found.epsilon_clopper_pearson, found.epsilon_from_gdp
+    if count > 1:
+        # Half of the canaries choose the threshold. Bounds for all thresholds at once would all be zero, since δ adds
+        # about δ times the number of canaries to the significance that one can reach.
+        half = Split(seed=0)
+        bound = partial(found.epsilon_one_run, threshold_strategy=half)
+        of_gaussian = partial(found.epsilon_one_run_fdp, threshold_strategy=half)
     lower = float(bound(1 - confidence, delta))
+    is_gaussian = ledger.sampled[:3] == ("poisson", 1.0, 1)
     threat = f"the adversary {seen}; a canary {many}, put in or left out at random"
-    return Audit(lower, epsilon, delta, confidence, threat, scores[inside], scores[~inside])
+    return Audit(
+        lower,
+        float(of_gaussian(1 - confidence, delta)) if is_gaussian else None,
+        epsilon,
+        delta,
+        confidence,
+        threat,
+        scores[inside],
+        scores[~inside],
+    )
 
 
 def _audited(step: PrivateStep, gradients: bool) -> Callable[[Any], PrivateStep]:
-    """Return a function from the directions of gradient canaries to the step; the same step for canaries as examples."""
+    """Return a function from the directions of gradient canaries to the step; for examples, to the step as it is."""
     if not gradients:
-        return lambda directions: step
+        return lambda _: step
 
     import optax
 
@@ -239,7 +270,7 @@ def _audited(step: PrivateStep, gradients: bool) -> Callable[[Any], PrivateStep]
             return updates, (inner, seen)
 
         fields = {**vars(step), "checked_states": set()}
-        fields["loss"] = lambda model, canary, *batch: step.loss(model, *batch)
+        fields["loss"] = lambda model, _, *batch: step.loss(model, *batch)
         fields["optimizer"] = optax.GradientTransformation(init, update)
         return _AuditedStep(**fields, directions=directions)
 
@@ -247,9 +278,9 @@ def _audited(step: PrivateStep, gradients: bool) -> Callable[[Any], PrivateStep]
 
 
 def _directions(clipping: ClipNorms, trainable: Any, count: int, key: jax.Array) -> Any:
-    """Return random signs, with the canaries along axis 0, scaled so that each canary has the norm that it is clipped to.
+    """Return random signs, with the canaries along axis 0, scaled as clipping will scale them.
 
-    In each clip group its norm is that of the group, relative to the norm of all clip norms.
+    In each clip group the norm is that of the group, relative to the norm of all clip norms.
     """
     leaves, structure = jax.tree.flatten(trainable)
     groups = clipping.groups("DPSGD.audit", trainable)
@@ -299,7 +330,14 @@ def _losses(step: PrivateStep, arrays: Any, canaries: Any, chunk_size: int | Non
 
         return jax.vmap(of_canary)(*canaries)
 
-    return jax.jit(vmap(of_run, chunk_size=chunk_size))(arrays[0])
+    return jax.jit(_mapped(of_run, chunk_size))(arrays[0])
+
+
+def _mapped(fun: Callable[..., Any], chunk_size: int | None) -> Callable[..., Any]:
+    """Return `fun` mapped over axis 0 of all arguments, in chunks if a size is given."""
+    if chunk_size is None:
+        return jax.vmap(fun)
+    return lambda *args: jax.lax.map(lambda slices: fun(*slices), args, batch_size=chunk_size)
 
 
 def _log_ratios(ledger: Ledger, seen: np.ndarray) -> np.ndarray:
@@ -335,10 +373,11 @@ def _log_ratios(ledger: Ledger, seen: np.ndarray) -> np.ndarray:
 
 
 def checked_canaries(canaries: Any, runs: int) -> Any:
-    """Return the number of gradient canaries, or canaries as a tuple of arguments; raise if they do not fit the runs."""
+    """Return the number of gradient canaries, or canaries as a tuple of arguments; raise if the runs do not fit."""
     if canaries is None:
         return 1 if runs > 1 else 1000
-    if isinstance(canaries, (int, np.integer)) and not isinstance(canaries, bool):
+    found: Any
+    if is_int(canaries):
         count, found = int(canaries), int(canaries)
     else:
         found = tuple(canaries) if isinstance(canaries, (tuple, list)) else (canaries,)

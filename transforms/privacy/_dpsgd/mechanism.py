@@ -58,6 +58,8 @@ class Mechanism:
         """Return the `DPSGD` that runs an execution plan of jax-privacy.
 
         Its clip norm, noise, sampling and strategy matrix are the plan's, and its gradients have the plan's scale.
+        Noise and batches are drawn from the key of `init`, not from `noise_seed`. Without truncation each example
+        draws its group alone, so ε also holds for adding or removing an example.
 
         Args:
           loss: as for `DPSGD`.
@@ -70,9 +72,16 @@ class Mechanism:
         Raises:
           TypeError, ValueError: as for `DPSGD`; another configuration, or one without noise; `column_normalize`.
 
-        Differences:
-          Noise and batches are drawn from the key of `init`, not from `noise_seed`. Without truncation each example
-          draws its group alone, so ε also holds for adding or removing an example.
+        Examples:
+          >>> import jax.numpy as jnp, optax
+          >>> from jax_privacy.experimental.execution_plan import BandMFExecutionPlanConfig
+          >>> from plurax.transforms.privacy import DPSGD
+          >>> config = BandMFExecutionPlanConfig(iterations=10, strategy=[1.0, 0.5], epsilon=None, delta=None,
+          ...                                    noise_multiplier=2.0, sampling_prob=0.2)
+          >>> dp = DPSGD.from_plan(lambda w, x: jnp.sum(w * x), optax.sgd(0.1), config, num_examples=1000,
+          ...                      target_delta=1e-5)
+          >>> dp
+          DPSGD(num_steps=10, noise_multiplier=2, sampling_probability=0.2, bands=2, target_delta=1e-05: ε ≤ 1.215)
         """
         import optax
 

@@ -69,7 +69,8 @@ def add_noise_and_count(
     """
     if ledger.noise_multiplier == 0:
         return sums, counts, state
-    assert ledger.adaptive is not None and ledger.adaptive.count_stddev is not None
+    assert ledger.adaptive is not None
+    assert ledger.adaptive.count_stddev is not None
     # All leaves get noise of one standard deviation, so scale sums and counts to it, and back.
     bound, per_count = jnp.linalg.norm(clip_norms), ledger.gradient_multiplier / ledger.adaptive.count_stddev
     scaled = jax.tree.map(lambda x: x / bound.astype(x.dtype), sums), counts * per_count

@@ -18,8 +18,8 @@ from ..._runs.data import examples, is_array_like
 from .accounting import Ledger
 
 # The sizes that batches are padded to, in standard deviations above the expected size. The first three hold 98 % of
-# the batches and minimize the computation on padding; one large batch in 1e9 exceeds the last. In a short run, compiling
-# a step for the first two takes longer than they save.
+# the batches and minimize the computation on padding; one large batch in 1e9 exceeds the last. In a short run,
+# compiling a step for the first two takes longer than they save.
 _STANDARD = (-0.3, 0.7, 2.0, 6.0)
 _SHORT = 200
 

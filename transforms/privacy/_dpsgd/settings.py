@@ -76,7 +76,7 @@ class Sampled(NamedTuple):
 
     size: float
     probability: float
-    separation: int
+    separation: int | None
     truncation: tuple[int, int] | None
 
 
@@ -97,7 +97,7 @@ def checked_sampling(
         if probability > 1 + 1e-9:
             most = f"{examples / bands:g} examples, but {expected_batch_size=}"
             raise ValueError(f"DPSGD: {bands} bands allow batches of {most}; use fewer bands.")
-        return Sampled(size, min(1.0, probability), bands, truncation)  # rounding may exceed 1
+        return Sampled(size, min(1.0, probability), None, truncation)  # rounding may exceed 1
     if truncation is not None:
         raise ValueError(f'DPSGD: truncated_batch_size needs Poisson sampling, but got sampling="{sampling}"; omit it.')
     if min(strategy) < 0:

@@ -27,14 +27,14 @@ _PART = "private state"
 class DPState(Generic[M]):
     """The state of a `DPSGD` run, a pytree; `DPSGD.init` creates it.
 
-    For an ensemble, the arrays of `opt_state`, `noise_state`, `clip_norms` and `mask_key` have the members along axis 0.
+    For an ensemble, `opt_state`, `noise_state`, `clip_norms` and `mask_key` have the members along axis 0.
 
     Attributes:
       tree: the model, split into arrays and structure; see `model`.
       opt_state: the optax state.
       noise_state: the state of the noise, with its key.
-      clip_norms: the clip norms of the next step with adaptive clipping: float32, shape (), or (groups,) for a pytree of
-        them, in the order of `jax.tree.leaves`; otherwise None. They are as private as the model.
+      clip_norms: the clip norms of the next step with adaptive clipping: float32, shape (), or (groups,) for a pytree
+        of them, in the order of `jax.tree.leaves`; otherwise None. They are as private as the model.
       mask_key: the key from which the random state of modules, such as dropout, is drawn.
       step: the number of steps taken, an int32 scalar.
       seed: the seed of the batches, words of uint32. Keep it as secret as the noise.

@@ -20,6 +20,7 @@ from .._per_example.clip_norms import ClipNorms
 from .._per_example.clipped import clipped_grad
 from .._per_example.methods import Method
 from .accounting import Ledger
+from .adaptive import adapted
 from .model_loss import of_example, with_frozen, with_random_state, without_frozen
 from .noise import add_noise, add_noise_and_count, privatizer
 from .sampling import Batch
@@ -151,7 +152,7 @@ class PrivateStep:
             noisy, counts, noise_state = add_noise_and_count(self.ledger, sums, counts, clip_norms, noise_state)
             used = {"l2_clip_norm": clip_norms}
             size, first = self.ledger.expected_batch_size, self.clipping.norms
-            clip_norms = self.ledger.adaptive.after(clip_norms, counts, size, first)
+            clip_norms = adapted(self.ledger.adaptive, clip_norms, counts, size, first)
         # Divide by the expected size, which is public. The sampled size is not, and would need separate noise.
         noisy = jax.tree.map(lambda x, p: (x / self.ledger.expected_batch_size).astype(p.dtype), noisy, trainable)
         updates, opt_state = self.optimizer.update(noisy, opt_state, trainable)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -31,6 +32,9 @@ SETTINGS: dict[str, Any] = {
     "num_steps": 4,
 }
 STRATEGY = np.array([1.0, 0.5])
+# Many canaries in one run need many parameters.
+LARGE = {"w": np.zeros((4, 700), np.float32), "b": np.zeros(700, np.float32)}
+ONE_RUN: dict[str, Any] = {"noise_multiplier": 0.7, "l2_clip_norm": 0.1, "target_delta": 1e-5}
 
 
 def loss(params: Any, x: Any, y: Any) -> Any:
@@ -43,8 +47,8 @@ def make(**settings: Any) -> DPSGD:
 
 
 def audit(dp: DPSGD, seed: int = 0, **options: Any) -> Audit:
-    given = {"runs": 1000, "confidence": 0.999, "progress": False}
-    return dp.audit(PARAMS, (X, Y), key=jax.random.key(seed), **{**given, **options})
+    given = {"runs": 4000, "confidence": 0.999, "progress": False}
+    return dp.audit(options.pop("params", PARAMS), (X, Y), key=jax.random.key(seed), **{**given, **options})
 
 
 MECHANISMS: dict[str, dict[str, Any]] = {
@@ -61,29 +65,43 @@ MECHANISMS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_an_audit_of_many_runs_stays_below(name: str) -> None:
-    found = audit(make(**MECHANISMS[name]))
-    assert 0 < found.lower <= found.upper
-    assert len(found.inside) + len(found.outside) == 1000
+    found = audit(make(**{"noise_multiplier": 1.0} | MECHANISMS[name]))
+    assert 0.1 * found.upper < found.lower <= found.upper
+    assert len(found.inside) + len(found.outside) == 4000
     assert found.inside.mean() > found.outside.mean()
-    assert "sees the noisy gradient of each step; a canary in 1,000 runs" in found.threat_model
+    assert "sees the noisy gradient of each step; a canary in 4,000 runs" in found.threat_model
+    assert found.lower_gdp is None
+
+
+def test_if_each_example_takes_part_in_each_step_the_bound_is_tight() -> None:
+    found = audit(make(noise_multiplier=1.0, expected_batch_size=N))
+    assert found.lower_gdp is not None
+    assert found.lower < found.lower_gdp <= found.upper
+    assert found.lower_gdp > 0.75 * found.upper
 
 
 def test_an_audit_of_one_run_stays_below() -> None:
-    found = audit(make(noise_multiplier=0.7, l2_clip_norm=0.1), runs=1, canaries=60)
-    assert 0 <= found.lower <= found.upper
+    found = audit(make(**ONE_RUN), params=LARGE, runs=1, canaries=500)
+    assert 0 < found.lower <= found.upper
     assert found.inside.mean() > found.outside.mean()
-    assert "a canary among 60 in one run" in found.threat_model
+    assert "a canary among 500 in one run" in found.threat_model
+    every = audit(make(**ONE_RUN, expected_batch_size=N), params=LARGE, runs=1, canaries=500)
+    assert every.lower_gdp is not None
+    assert 0 < every.lower_gdp <= every.upper
 
 
 @pytest.mark.slow
 def test_twenty_of_twenty_audits_stay_below_and_are_tight() -> None:
     """A right mechanism exceeds its ε with a probability of at most 0.001 each."""
-    dp = make()
-    found = [audit(dp, seed) for seed in range(20)]
+    for settings in ({"noise_multiplier": 1.0}, {"noise_multiplier": 1.0, "expected_batch_size": N}):
+        dp = make(**settings)
+        found = [audit(dp, seed) for seed in range(20)]
+        assert all(one.lower <= one.upper for one in found)
+        assert np.median([one.lower for one in found]) > 0.4 * found[0].upper
+        assert all(one.lower_gdp is None or one.lower_gdp <= one.upper for one in found)
+    one_run = make(**ONE_RUN)
+    found = [audit(one_run, seed, params=LARGE, runs=1, canaries=500) for seed in range(20)]
     assert all(one.lower <= one.upper for one in found)
-    assert np.median([one.lower for one in found]) > 0.4 * found[0].upper
-    one_run = make(noise_multiplier=0.7, l2_clip_norm=0.1)
-    assert all(one.lower <= one.upper for one in (audit(one_run, seed, runs=1, canaries=60) for seed in range(20)))
 
 
 def half_the_noise(ledger: Any, sums: Any, state: Any) -> Any:
@@ -98,9 +116,9 @@ def no_noise(ledger: Any, sums: Any, state: Any) -> Any:
 ORIGINAL = _step.add_noise
 
 
-def leaking(*args: Any, **options: Any) -> Any:
-    """Clip to three times the norm."""
-    options["l2_clip_norm"] = jax.tree.map(lambda c: 3 * c, options["l2_clip_norm"])
+def leaking(*args: Any, factor: float = 3.0, **options: Any) -> Any:
+    """Clip to a multiple of the norm."""
+    options["l2_clip_norm"] = jax.tree.map(lambda c: factor * c, options["l2_clip_norm"])
     return CLIPPED(*args, **options)
 
 
@@ -116,10 +134,10 @@ def test_an_audit_finds_mistakes(name: str, wrong: Any, monkeypatch: pytest.Monk
     assert found.lower > found.upper
 
 
-@pytest.mark.parametrize(("name", "wrong"), [("add_noise", no_noise), ("clipped_grad", leaking)])
+@pytest.mark.parametrize(("name", "wrong"), [("add_noise", no_noise), ("clipped_grad", partial(leaking, factor=20.0))])
 def test_an_audit_of_one_run_finds_mistakes(name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_step, name, wrong)
-    found = audit(make(l2_clip_norm=0.1), runs=1, canaries=300)
+    found = audit(make(**ONE_RUN | {"noise_multiplier": 3.0}), params=LARGE, runs=1, canaries=500)
     assert found.lower > found.upper
 
 
@@ -188,6 +206,8 @@ def test_the_picture_shows_both_bounds() -> None:
     assert [text.get_text() for text in bounds.texts] == [f"{found.lower:.2f}", f"{found.upper:.2f}"]
     assert bounds.get_ylabel() == "ε at δ = 0.01"
     assert len(scores.patches) == 80
+    of_gaussian = audit(make(expected_batch_size=N), runs=300)
+    assert len(of_gaussian.plot()[1].texts) == 3
 
 
 @pytest.mark.parametrize(
@@ -198,6 +218,7 @@ def test_the_picture_shows_both_bounds() -> None:
         ({}, {"runs": 5, "canaries": 3}, ValueError, "an audit needs many runs with one canary, or one run with many"),
         ({}, {"runs": 1, "canaries": 1}, ValueError, "an audit needs many runs with one canary, or one run with many"),
         ({}, {"canaries": "x"}, ValueError, "canaries must be a number, or examples as data, but got 'x'"),
+        ({}, {"runs": 1, "canaries": 16}, ValueError, "16 gradient canaries need as many parameters, but there are 15"),
         ({}, {"steps": 5}, ValueError, "steps=5 is beyond num_steps=4; pass fewer"),
         ({}, {"confidence": 1.0}, ValueError, "confidence must be between 0.5 and 1, but got 1.0"),
     ],

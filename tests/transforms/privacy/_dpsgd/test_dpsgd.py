@@ -947,7 +947,8 @@ def test_batches_of_another_probability_are_refused() -> None:
     dp, everyone = make(), make(expected_batch_size=N)
     batch = next(everyone.batches((X, Y)))
     message = (
-        r"^DPSGD.step: the batch was drawn with \(probability, bands\) = \(1.0, 1\), but ε is computed for \(0.2, 1\)"
+        r"^DPSGD.step: the batch was drawn with poisson sampling \(probability 1, every 1 steps\), but ε is computed "
+        r"for poisson sampling \(probability 0.2, every 1 steps\)"
     )
     with pytest.raises(ValueError, match=message):
         dp.step(dp.init(PARAMS, key=jax.random.key(0)), batch)

@@ -23,6 +23,7 @@ from plurax.ensemble import Ensemble, Trainer, load
 from plurax.transforms._runs.processes import Group
 from plurax.transforms._runs.run_directory import RunDirectory
 from plurax.transforms.privacy import DPSGD
+from plurax.transforms.privacy._dpsgd.accounting import Ledger
 
 N = 40
 X = np.sin(np.arange(N * 4.0)).reshape(N, 4).astype(np.float32)
@@ -282,7 +283,15 @@ def test_the_ledger_can_be_read_by_a_person(tmp_path: Any, dp: DPSGD, state: Any
         "l2_clip_norm": 0.7,
         "expected_batch_size": 8.0,
         "strategy": [1.0],
+        "clip_groups": 1,
+        "adaptive": None,
+        "sampling": "poisson",
+        "separation": None,
+        "truncation": None,
     }
+    assert Ledger.read({**manifest["ledger"]}) == dp.ledger
+    before = {name: manifest["ledger"][name] for name in list(manifest["ledger"])[:5]}  # of checkpoints of version 0.1
+    assert Ledger.read(before) == dp.ledger
 
 
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Any, dp: DPSGD, state: Any) -> None:

@@ -344,8 +344,8 @@ def a_program_counts_every_way(data: st.DataObject) -> None:
         total, found = np.array(total), np.stack(jax.tree.leaves(aux.grad_norms), axis=1)
         others, allowed = [], 0.0
         if more == "clipped_fun":
-            options = {"l2_clip_norm": given_norms, "automatic": automatic, "keep_batch_dim": False}
-            outputs = clipped_fun(jax.grad(loss), batch_argnums=1, **options)
+            bounded = partial(clipped_fun, l2_clip_norm=given_norms, automatic=automatic)
+            outputs = bounded(jax.grad(loss), batch_argnums=1, keep_batch_dim=False)
             others.append((outputs(parameters, examples, is_padding_example=padding), expected))
         elif more == "grid" and automatic is None and not by_parameter and 1e-6 < bound < np.inf:
             on_grid = clipped_grad(loss, l2_clip_norm=float(bound), grid_scale=1000, keep_batch_dim=False)
