@@ -97,12 +97,12 @@ def test_digits_are_learned_in_private(tmp_path):
 
 @pytest.mark.slow
 def test_an_audit_finds_missing_noise(tmp_path):
-    shown = run("examples/dp_audit_digits.py", "--runs", "600", "--steps", "5", "--out", str(tmp_path))
+    shown = run("examples/dp_audit_digits.py", "--runs", "500", "--steps", "2", "--out", str(tmp_path))
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if "│" in line]
-    assert [row[0] for row in rows] == ["as it is", "half, by mistake"]
-    assert 0 < float(rows[0][1]) <= float(rows[0][2]) == float(rows[1][2]) <= 10
-    assert float(rows[1][1]) > float(rows[0][1])
-    assert rows[0][3] == "consistent"
+    assert [row[4] for row in rows if row[4]] == ["consistent", "consistent", "a mistake"]
+    bounds = [[float(x) for x in row[1:4]] for row in rows if row[4]]
+    assert all(0 < one < gaussian for one, gaussian, _ in bounds)
+    assert all(9.99 < upper <= 10 for _, _, upper in bounds)
     assert (tmp_path / "dp_audit_digits.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -114,7 +114,7 @@ def test_adapters_learn_in_private_and_the_base_stays():
     before, after = re.search(r"test accuracy │ ([0-9.]+)% │ ([0-9.]+)%", shown).groups()
     assert float(after) > float(before) + 5
     numbers, arrays, learned = re.search(r"Adapters: ([0-9,]+) numbers in (\d+) arrays; (\d+) changed", shown).groups()
-    assert (numbers, arrays, learned) == ("11,872", "20", "20")
+    assert (numbers, arrays, learned) == ("8,776", "20", "20")
 
 
 @pytest.mark.slow
