@@ -66,6 +66,11 @@ class Audit:
     inside: np.ndarray = field(repr=False)
     outside: np.ndarray = field(repr=False)
 
+    def __str__(self) -> str:
+        of_gaussian = "" if self.lower_gdp is None else f" (≥ {self.lower_gdp:.2f} if Gaussian)"
+        bounds = f"audited: ε ≥ {self.lower:.2f}{of_gaussian} with {self.confidence:.4g} confidence"
+        return f"{bounds}, accounted: ε ≤ {self.upper:.2f}, δ = {self.delta:g}\n{self.threat_model}"
+
     def plot(self, axes: Any = None) -> Any:
         """Show the scores of both kinds of canaries, and the lower bound beside the upper one.
 

@@ -72,7 +72,7 @@ class DPSGD(Mechanism):
       adaptive: lets the clip norms follow a quantile of the gradients' norms; not with `noise_strategy` or `automatic`.
       sampling: "poisson"; or "balls_in_bins", in which each example takes part in every k-th step, k = `num_examples /
         expected_batch_size`, from a random one on; or "b_min_sep", in which after each participation it pauses for
-        `bands - 1` steps. The last two need fewer examples per batch or less noise, but their ε takes minutes.
+        `bands - 1` steps. The last two are for a `noise_strategy` with many bands; their ε takes minutes.
       truncated_batch_size: the size of the largest batch; larger ones lose random examples. ε is then for zeroing out
         an example, not for adding or removing one.
 
