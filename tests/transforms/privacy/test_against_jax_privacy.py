@@ -589,10 +589,21 @@ def test_a_trainer_of_the_newer_version_trains_with_it() -> None:
 
 
 def test_a_transform_that_changes_nothing_does_not_need_each_gradient() -> None:
-    report = clipped_grad(
-        loss, l2_clip_norm=1.0, batch_argnums=(1, 2), pre_clipping_transform=lambda g: g, method="ghost"
-    ).explain(PARAMS, X, Y)
-    assert report.method == "ghost"
-    for transform in (lambda g: jax.tree.map(jnp.negative, g), lambda g: dict(g), lambda g: [g]):
+    usual = clipped_grad(loss, l2_clip_norm=1.0, batch_argnums=(1, 2)).explain(PARAMS, X, Y)
+    of = clipped_grad(loss, l2_clip_norm=1.0, batch_argnums=(1, 2), pre_clipping_transform=lambda g: dict(g))
+    assert of.explain(PARAMS, X, Y) == usual
+
+    def of_name(path: Any, x: Any) -> Any:
+        return jnp.zeros_like(x) if "b" in jax.tree_util.keystr(path) else x
+
+    transforms = (
+        lambda g: jax.tree.map(jnp.negative, g),
+        lambda g: [g],
+        lambda g: {"w": g["b"], "b": g["w"]},
+        lambda g: {"w": g["w"]},
+        lambda g: jax.tree.map(lambda x: 2 * x if isinstance(x, jax.Array) else x, g),
+        lambda g: jax.tree.map_with_path(of_name, g),
+    )
+    for transform in transforms:
         of = clipped_grad(loss, l2_clip_norm=1.0, batch_argnums=(1, 2), pre_clipping_transform=transform)
         assert of.explain(PARAMS, X, Y).why == "pre_clipping_transform needs each gradient"

@@ -217,6 +217,8 @@ def _epsilon(
     if noise_multiplier == 0:
         return math.inf
     if accountant == "rdp":
+        if truncation is not None:
+            raise ValueError('DPSGD.epsilon: accountant="rdp" does not know truncated batches; use "pld".')
         event = _event(noise_multiplier, sampling_probability, rounds)
         # Silence the warning for each Rényi order that does not converge: ε is the minimum over the other orders.
         verbosity = logging.get_verbosity()

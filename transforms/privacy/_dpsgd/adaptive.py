@@ -19,10 +19,10 @@ _LEAST, _MOST = 1e-6, 1e6
 class AdaptiveClipping:
     """Let the clip norm of `DPSGD` follow a quantile of the norms of the examples' gradients.
 
-    Each step counts the examples of its batch whose gradient is not clipped, adds noise to the count, and multiplies
-    the clip norm by exp(-learning_rate (fraction - quantile)), where the fraction is the noisy count divided by the
-    expected batch size. `l2_clip_norm` is the clip norm of the first step; a pytree of them adapts each one by the
-    norms of its own part.
+    Each step counts the examples of its batch whose gradient is not clipped, minus half of all its examples, and adds
+    noise. It multiplies the clip norm by exp(-learning_rate (fraction - quantile)), where the fraction is the noisy
+    count divided by the expected batch size, plus one half. `l2_clip_norm` is the clip norm of the first step; a pytree
+    of them adapts each one by the norms of its own part.
 
     Attributes:
       quantile: the fraction of examples that should not be clipped, between 0 and 1.
@@ -79,7 +79,7 @@ def adapted(
     first = jnp.reshape(jnp.asarray(first, clip_norms.dtype), clip_norms.shape)
     fraction = counts / expected + 0.5
     moved = clip_norms * jnp.exp(-adaptive.learning_rate * (fraction - adaptive.quantile))
-    return jnp.clip(moved, _LEAST * first, _MOST * first)
+    return jnp.clip(moved, _LEAST * first, _MOST * first).astype(clip_norms.dtype)
 
 
 def gradient_multiplier(noise_multiplier: float, adaptive: AdaptiveClipping | None, groups: int) -> float:

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._calls.primals import trainable_of
-from ..._core.arguments import describe, is_int
 from ..._models.equinox import differentiated, released
 from ..._models.split_model import merge_tree
 from .._per_example.clip_norms import ClipNorms
 from .accounting import Ledger
-from .monte_carlo import modules
+from .model_loss import with_frozen, without_frozen
+from .monte_carlo import log_ratios_apart, participation_ratios
 from .sampling import Batch, SampledBatches, padded_sizes, selection
 from .state import DPState
 from .step import PrivateStep
@@ -179,18 +179,19 @@ def audit(
     count = canaries if gradients else len(jax.tree.leaves(canaries)[0])
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).tolist())
     inside = rng.random((runs, count)) < 0.5
-    if inside.all() or not inside.any():  # improbable, unless there are few canaries
-        inside[rng.integers(runs), rng.integers(count)] ^= True
+    while min(inside.sum(), (~inside).sum()) < 2:  # improbable; a bound needs both kinds
+        inside = rng.random((runs, count)) < 0.5
     trainable = differentiated(trainable_of(state.tree), integers=True)
     if gradients and count > (most := sum(x.size for x in jax.tree.leaves(trainable))):
         raise ValueError(f"DPSGD.audit: {count} gradient canaries need as many parameters, but there are {most}.")
     directions = _directions(step.clipping, trainable, count, key) if gradients else None
+    changing, frozen = without_frozen(state.tree, step.random_state)
     audited = _audited(step, gradients)
     keys = jax.random.split(jax.random.fold_in(key, 1), runs)
 
     def first(key: jax.Array) -> tuple[Any, ...]:
         opt_state, noise_state, mask_key, clip_norms = audited(directions).init(trainable, key)
-        return state.tree, opt_state, noise_state, clip_norms, mask_key
+        return changing, opt_state, noise_state, clip_norms, mask_key
 
     arrays = jax.jit(jax.vmap(first))(keys)
     seed = rng.integers(2**32, size=4).tolist()
@@ -202,14 +203,15 @@ def audit(
     slots = math.ceil(count / multiple) * multiple
 
     @partial(jax.jit, donate_argnums=0)
-    def advance(arrays: Any, number: jax.Array, batch: Batch, padding: jax.Array, directions: Any) -> Any:
+    def advance(arrays: Any, frozen: Any, number: jax.Array, batch: Batch, padding: jax.Array, directions: Any) -> Any:
         def of_run(arrays: Any, padding: jax.Array) -> Any:
             whole = jnp.concatenate([jnp.asarray(batch.is_padding_example), padding])
-            after, metrics = audited(directions).of_one(arrays, number, Batch(batch.arguments, whole))
-            seen = after[1][1] if gradients else ()
+            of_model = (with_frozen(arrays[0], frozen), *arrays[1:])
+            (tree, *after), metrics = audited(directions).of_one(of_model, number, Batch(batch.arguments, whole))
+            seen = after[0][1] if gradients else ()
             if gradients and ledger.adaptive is not None:
                 seen *= ledger.l2_clip_norm / jnp.linalg.norm(metrics["l2_clip_norm"])
-            return (*after, arrays[-1]), seen
+            return (without_frozen(tree, step.random_state)[0], *after, arrays[-1]), seen
 
         return _mapped(of_run, chunk_size)(arrays, padding)
 
@@ -223,14 +225,14 @@ def audit(
         padding = np.ones((runs, slots), bool)
         padding[:, :count] = ~(drawn.reshape(runs, count) & inside)
         given = _with_canaries(batch, filler if gradients else canaries, gradients, slots)
-        arrays, seen = advance(arrays, np.int32(number), given, padding, directions)
+        arrays, seen = advance(arrays, frozen, np.int32(number), given, padding, directions)
         if gradients:
             projections.append(np.asarray(seen, np.float64).reshape(-1))
     if gradients:
         scores = _log_ratios(ledger, np.stack(projections)).reshape(runs, count)
         seen = "chooses the gradients of the canaries, and sees the noisy gradient of each step"
     else:
-        scores = -np.asarray(_losses(step, arrays, canaries, chunk_size), np.float64)
+        scores = -np.asarray(_losses(step, arrays[0], frozen, canaries, chunk_size), np.float64)
         seen = "chooses the canaries, and sees the trained model"
     many = f"in {runs:,} runs" if count == 1 else f"among {count:,} in one run"
     found = CanaryScoreAuditor(scores[inside], scores[~inside])
@@ -324,18 +326,18 @@ def _with_canaries(batch: Batch, canaries: Any, gradients: bool, slots: int) -> 
     return Batch(arguments, batch.is_padding_example)
 
 
-def _losses(step: PrivateStep, arrays: Any, canaries: Any, chunk_size: int | None) -> jax.Array:
+def _losses(step: PrivateStep, trees: Any, frozen: Any, canaries: Any, chunk_size: int | None) -> jax.Array:
     """Return the loss of each canary with the model of each run, shape (runs, canaries)."""
 
     def of_run(tree: Any) -> jax.Array:
         def of_canary(*example: Any) -> jax.Array:
             one = jax.tree.map(lambda x: x[None], example) if step.keep_batch_dim else example
-            out = step.loss(merge_tree(released(tree)), *one)
+            out = step.loss(merge_tree(released(with_frozen(tree, frozen))), *one)
             return out[0] if step.has_aux else out
 
         return jax.vmap(of_canary)(*canaries)
 
-    return jax.jit(_mapped(of_run, chunk_size))(arrays[0])
+    return jax.jit(_mapped(of_run, chunk_size))(trees)
 
 
 def _mapped(fun: Callable[..., Any], chunk_size: int | None) -> Callable[..., Any]:
@@ -358,41 +360,12 @@ def _log_ratios(ledger: Ledger, seen: np.ndarray) -> np.ndarray:
 
     column = np.asarray(ledger.strategy)[: len(seen)]
     stddev = ledger.gradient_multiplier * float(np.linalg.norm(ledger.strategy))
-    white = lfilter(column, [1.0], seen, axis=0)  # C x + z
+    ratios = participation_ratios(lfilter(column, [1.0], seen, axis=0), column, stddev)
     sampling, probability, separation, _ = ledger.sampled
     if sampling != "poisson":
-        _, sample_generation, batch_selection = modules()
-        strategy = batch_selection.BMinSepSampling(probability, len(seen), separation)
-        with np.errstate(divide="ignore"):  # log(1 - 1) for balls in bins
-            return sample_generation.compute_privacy_loss(strategy, white, stddev, column)
-    # Column t of C is `column` from row t on, cut at the end.
-    padded = np.concatenate([white, np.zeros((len(column) - 1, white.shape[1]))])
-    dots = sum(c * padded[k : k + len(white)] for k, c in enumerate(column))
-    squares = np.array([np.sum(column[: len(white) - t] ** 2) for t in range(len(white))])[:, None]
-    ratios = (dots - squares / 2) / stddev**2
-    with np.errstate(divide="ignore"):
+        return log_ratios_apart(ratios, probability, separation)
+    with np.errstate(divide="ignore"):  # log(1 - 1)
         mixed = np.logaddexp(np.log1p(-probability), np.log(probability) + ratios)
     # A canary is in one of `separation` groups, each with the same probability.
     groups = [mixed[start::separation].sum(axis=0) for start in range(separation)]
     return logsumexp(groups, axis=0) - math.log(separation)
-
-
-def checked_canaries(canaries: Any, runs: int) -> Any:
-    """Return the number of gradient canaries, or canaries as a tuple of arguments; raise if the runs do not fit."""
-    if canaries is None:
-        return 1 if runs > 1 else 1000
-    found: Any
-    if is_int(canaries):
-        count, found = int(canaries), int(canaries)
-    else:
-        found = tuple(canaries) if isinstance(canaries, (tuple, list)) else (canaries,)
-        sizes = {np.shape(x)[:1] for x in jax.tree.leaves(found)} - {()}
-        if len(sizes) != 1:
-            raise ValueError(
-                f"DPSGD.audit: canaries must be a number, or examples as data, but got {describe(canaries)}."
-            )
-        ((count,),) = sizes
-    if count < 1 or (count == 1) == (runs == 1):
-        needed = "many runs with one canary, or one run with many canaries"
-        raise ValueError(f"DPSGD.audit: an audit needs {needed}, but got {runs=} and {count} canaries.")
-    return found

@@ -27,7 +27,7 @@ from .._per_example.methods import Method, check_method
 from . import settings
 from .accounting import Accountant, Ledger, Sampling
 from .adaptive import AdaptiveClipping
-from .audit import Audit, audit, checked_canaries
+from .audit import Audit, audit
 from .fit import last_step, report_end, train
 from .mechanism import Mechanism
 from .model_loss import with_frozen, without_frozen
@@ -52,7 +52,7 @@ class DPSGD(Mechanism):
       target_epsilon: the ε that `num_steps` steps may spend, instead of `noise_multiplier`, which is then computed.
       target_delta: the δ for which every ε is computed. A warning is issued if it exceeds `1 / num_examples`.
       num_examples: the number of examples in the data. It is assumed to be public.
-      expected_batch_size: the mean size of a batch: each example takes part in a step with probability
+      expected_batch_size: the mean size of a batch (before truncation): each example takes part with probability
         `expected_batch_size / num_examples`. The noisy sum is divided by it, never by the sampled size.
       num_steps: the number of steps of the run.
       method: as for `clipped_grad`: "auto", "vmap", "ghost" or "book_keeping"; they differ in time and memory only.
@@ -88,7 +88,8 @@ class DPSGD(Mechanism):
 
     Privacy:
       The parameters, and everything computed from them alone, are (ε, δ)-differentially private for adding or removing
-      one example. `metrics` are not private. docs/dp-sgd.md states the guarantee exactly, and what it does not cover.
+      one example; if batches are truncated, for zeroing it out. `metrics` are not private. docs/dp-sgd.md states the
+      guarantee exactly, and what it does not cover.
 
     Cost:
       A step is one compiled program: `clipped_grad`, one Gaussian number for each parameter, and the optimizer. With
@@ -156,7 +157,7 @@ class DPSGD(Mechanism):
             clipping.l2_norm_bound(),
             sampled.size,
             strategy,
-            len(clipping.norms),
+            1 if adaptive is None else len(clipping.norms),
             settings.checked_adaptive(adaptive, clipping, len(strategy), sampled.size, sigma),
             sampling,
             sampled.separation,
@@ -167,7 +168,7 @@ class DPSGD(Mechanism):
             loss, optimizer, ledger, clipping, method, keep_batch_dim, microbatch_size, memory_budget, has_aux
         )
         self._latest: Callable[[], Any] = lambda: None  # a weak reference to the state that `step` returned last
-        self._compiled_step = jax.jit(self._step)
+        self._compiled_step = jax.jit(self._step.changing)
         self._donated_step = jax.jit(self._step.changing, donate_argnums=0)  # reuses the memory of the state
 
     def init(self, model_or_params: Model, *, key: jax.Array, wrt: Any = None) -> DPState[Model]:
@@ -188,8 +189,7 @@ class DPSGD(Mechanism):
         """
         check_key("DPSGD.init", key)
         members = len(model_or_params) if is_members(model_or_params) else None
-        settings.check_wrt(wrt, models_of(model_or_params))
-        tree = held(split_tree(model_or_params, wrt))
+        tree = held(split_tree(model_or_params, settings.checked_wrt(wrt, models_of(model_or_params))))
         trainable = differentiated(trainable_of(tree), integers=True)
         check_trainable(tree, trainable, models_of(model_or_params))
         if members is None:
@@ -213,7 +213,7 @@ class DPSGD(Mechanism):
             members,
         )
         # Make every array strongly typed, or a second program would be compiled for the second step.
-        changing, frozen = without_frozen(tree)
+        changing, frozen = without_frozen(tree, self._step.random_state)
         state = jax.tree.map(lambda x: jnp.array(x, jnp.result_type(x)), replace(state, tree=changing))
         frozen = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), frozen)
         return replace(state, tree=with_frozen(state.tree, frozen))
@@ -229,8 +229,8 @@ class DPSGD(Mechanism):
           The new state and the metrics, with the members along axis 0 for an ensemble. "loss" is the mean over the
           batch (NaN if it has no examples), and "clipped" the fraction of examples with a norm above its clip norm.
           With `adaptive`, "l2_clip_norm" is the clip norm of the step. With `has_aux`, each array in `aux` is averaged
-          over the batch too: under its own name if `aux` is a dict, otherwise as "aux". Metrics are computed from the
-          data without noise: do not publish them.
+          over the batch too: under its own name if `aux` is a dict, otherwise as "aux". Others than
+          "l2_clip_norm" are computed from the data without noise: do not publish them.
 
         Raises:
           TypeError: `batch` is not a `Batch`; the loss does not return a real scalar.
@@ -249,7 +249,9 @@ class DPSGD(Mechanism):
         if known and int(batch.step) != int(state.step):
             steps = f"for a state after {int(batch.step)} steps, but this state has taken {int(state.step)}"
             raise ValueError(f"DPSGD.step: the batch was drawn {steps}; use each batch of dp.batches once, in order.")
-        after, metrics = self._compiled_step(state, batch)
+        changing, frozen = without_frozen(state.tree, self._step.random_state)
+        after, metrics = self._compiled_step(replace(state, tree=changing), frozen, batch)
+        after = replace(after, tree=with_frozen(after.tree, frozen))
         self._latest = weakref.ref(after)
         return after, metrics
 
@@ -316,7 +318,7 @@ class DPSGD(Mechanism):
                 state,
                 data,
                 lambda state: self.batches(data, state, sizes=sizes),
-                self._compiled_step,
+                self._step,
                 self._donated_step,
                 lambda: padding_only(data, self.ledger, self.num_examples, self._step.microbatch_size or 1),
                 lambda step, _: self.ledger.progress(step, target, self.target_delta, self.accountant, models),
@@ -339,6 +341,7 @@ class DPSGD(Mechanism):
         runs: int = 1000,
         steps: int | None = None,
         confidence: float = 0.95,
+        wrt: Any = None,
         chunk_size: int | None = None,
         progress: bool = True,
     ) -> Audit:
@@ -355,6 +358,7 @@ class DPSGD(Mechanism):
           runs: the number of runs, which train at the same time; each has one canary. Or 1 for one run with many.
           steps: the number of steps; None for `num_steps`.
           confidence: the confidence of the bound.
+          wrt: as for `init`.
           chunk_size: the number of runs to compute at a time; None for all.
           progress: whether to show a progress bar.
 
@@ -362,11 +366,11 @@ class DPSGD(Mechanism):
           An `Audit` with the bound `lower`, the accountant's ε `upper`, the threat model, and a picture (`plot`).
 
         Raises:
-          TypeError, ValueError: as for `init` and `batches`; many canaries in many runs; no noise; truncated batches,
-            in which the canaries would depend on each other.
+          TypeError, ValueError: as for `init` and `batches`; canaries in another form than the data, too few, or many
+            in many runs; no noise; truncated batches, in which the canaries would depend on each other.
 
         Cost:
-          The memory of `chunk_size` steps, and of `runs` states. n runs show an ε of about log(n / 20) at most.
+          The memory of `chunk_size` steps, and of `runs` states. `lower` from n runs is log(n / 10) at most.
 
         Source:
           Nasr et al. 2023, "Tight Auditing of Differentially Private Machine Learning" (many runs, gradient canaries);
@@ -374,16 +378,17 @@ class DPSGD(Mechanism):
         """
         count = self.num_steps if steps is None else steps
         settings.check_audit(self.ledger, model_or_params, runs, count, self.num_steps, confidence, chunk_size)
-        state, spent = self.init(model_or_params, key=key), self.epsilon(count)
+        checked = settings.checked_canaries(canaries, runs, data)
+        state = self.init(model_or_params, key=key, wrt=wrt)
         return audit(
             self._step,
             state,
             data,
-            checked_canaries(canaries, runs),
+            checked,
             runs,
             count,
             self.num_examples,
-            spent,
+            self.epsilon(count),
             self.target_delta,
             confidence,
             key,

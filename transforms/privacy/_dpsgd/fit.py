@@ -21,6 +21,7 @@ from ..._runs.run_directory import RunDirectory
 from .model_loss import with_frozen, without_frozen
 from .sampling import Batch
 from .state import DPState, as_member, read_state, write_state
+from .step import PrivateStep
 
 
 def train(
@@ -28,7 +29,7 @@ def train(
     state: DPState,
     data: Any,
     batches: Callable[[DPState], Iterator[Batch]],
-    whole_step: Any,
+    private: PrivateStep,
     step: Any,
     example: Callable[[], Batch],
     say: Callable[[int, Any], str],
@@ -45,8 +46,8 @@ def train(
       state: the state that was passed to `fit`.
       data: the examples.
       batches: returns the batches of the steps after a state.
-      whole_step: the step, to be traced.
-      step: the compiled step, `PrivateStep.changing`, which reuses the memory of its state.
+      private: the step.
+      step: its `changing`, compiled, which reuses the memory of its state.
       example: returns a batch of any size, by which the program of a step is compared with that of a checkpoint.
       say: returns the text of the progress bar after a step.
       target: the last step.
@@ -63,13 +64,13 @@ def train(
         if begin > target:
             newest = f"the newest checkpoint in {store.directory} is at step {begin}"
             raise ValueError(f"DPSGD.fit: {newest}, after step {target}; pass more steps or another directory.")
-        identity.check_program([], lambda _: program_digest(whole_step.trace(given, example()).jaxpr))
+        identity.check_program([], lambda _: program_digest(jax.jit(private).trace(given, example()).jaxpr))
         if begin > start:
             store.going_on(begin, identity.differences)
         if begin < target:
             store.check_room(begin, state)
     recorder, alone = Recorder(history_every, history), state.members is None
-    changing, frozen = without_frozen(state.tree)
+    changing, frozen = without_frozen(state.tree, private.random_state)
 
     def whole(state: DPState) -> DPState:
         return replace(state, tree=with_frozen(state.tree, frozen))

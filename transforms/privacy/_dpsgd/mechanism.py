@@ -87,7 +87,7 @@ class Mechanism:
 
         given, factor = settings.of_plan(config, num_examples)
         delta = getattr(config, "delta", None) if target_delta is None else target_delta
-        if taken := given.keys() & options.keys():
+        if taken := (given.keys() | {"adaptive", "automatic", "sampling"}) & options.keys():
             raise TypeError(f"DPSGD.from_plan: {min(taken)} is the plan's; omit it.")
         scaled = optax.chain(optax.scale(factor), settings.checked_optimizer(optimizer))
         make: Any = cls
@@ -153,7 +153,7 @@ class Mechanism:
 
         Cost:
           With "pld" about a second for the first call with new settings, then less; results are cached. With a
-          sampling other than Poisson's, 107 / δ samples of as many numbers as there are steps: minutes for δ = 1e-5.
+          sampling other than Poisson's, some 100 / δ samples of as many numbers as there are steps: minutes for 1e-5.
         """
         if isinstance(state, DPState):
             steps, models = int(state.step), published(state, together)
@@ -166,6 +166,8 @@ class Mechanism:
 
     def event(self, state: DPState, *, together: bool = False) -> Any:
         """Return the steps taken as a `dp_accounting.DpEvent`, to compose with other uses of the same data.
+
+        If batches are truncated, the event is for zeroing out an example.
 
         Args:
           state: as for `epsilon`.

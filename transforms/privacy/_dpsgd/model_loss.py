@@ -68,24 +68,24 @@ def with_random_state(loss: Callable[..., Any], tree: Any, batch: Any, has_aux: 
     return with_splits(tree, with_changes(splits_of(tree), _call(loss, tree, None, batch, has_aux)[1]))
 
 
-def without_frozen(tree: Any) -> tuple[Any, Any]:
+def without_frozen(tree: Any, known: dict[Any, set[str]]) -> tuple[Any, Any]:
     """Return `tree` without the arrays of its models that no step changes, and those arrays alone.
 
     Both have None in place of the arrays of the other. A step changes parameters that train, and random state.
+
+    Args:
+      tree: a tree with split models.
+      known: the paths of the random state for each structure of a model, remembered from call to call.
     """
-
-    def parts_of(parts: SplitModel, frozen: bool) -> SplitModel:
-        changing = _random_state(parts.merge()) | _kept_keys(parts)
-
-        def keep(path: Any, x: Any) -> Any:
-            return x if (array_name(path) in changing) != frozen else None
-
-        trainable = jax.tree.map(lambda x: None if frozen else x, parts.trainable)
-        return SplitModel(parts.structure, trainable, jax.tree.map_with_path(keep, parts.rest))
 
     def of(frozen: bool) -> Any:
         def part(x: Any) -> Any:
-            return parts_of(x, frozen) if is_split(x) else None if frozen else x
+            if not is_split(x):
+                return None if frozen else x
+            if (paths := known.get(x.structure)) is None:
+                paths = known[x.structure] = _random_state(x.merge()) | _kept_keys(x)
+            rest = jax.tree.map_with_path(lambda path, x: x if (array_name(path) in paths) != frozen else None, x.rest)
+            return SplitModel(x.structure, None if frozen else x.trainable, rest)
 
         return jax.tree.map(part, tree, is_leaf=is_split)
 
@@ -94,7 +94,14 @@ def without_frozen(tree: Any) -> tuple[Any, Any]:
 
 def with_frozen(changing: Any, frozen: Any) -> Any:
     """Return the tree of which `without_frozen` returned the two parts."""
-    return jax.tree.map(lambda x, y: y if x is None else x, changing, frozen, is_leaf=lambda x: x is None)
+
+    def whole(x: Any, y: Any) -> Any:
+        if not is_split(x):
+            return x
+        rest = jax.tree.map(lambda a, b: b if a is None else a, x.rest, y.rest, is_leaf=lambda leaf: leaf is None)
+        return SplitModel(x.structure, x.trainable, rest)
+
+    return jax.tree.map(whole, changing, frozen, is_leaf=lambda x: is_split(x) or x is None)
 
 
 def warn_of_shared_keys(tree: Any) -> None:

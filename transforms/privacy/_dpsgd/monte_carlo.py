@@ -77,8 +77,47 @@ def _losses(sampling: Any, stddev: float, column: np.ndarray, count: int, positi
     rng = np.random.default_rng(0)  # a fixed seed, so that ε is a function of the settings
     size = max(1, _NUMBERS // sampling.iterations)
     found = []
-    with np.errstate(divide="ignore"):  # log(1 - 1) for a probability of one
-        for start in range(0, count, size):
-            number = min(size, count - start)
-            found.append(sample_generation.get_privacy_loss_sample(sampling, stddev, column, rng, positive, number)[0])
+    for start in range(0, count, size):
+        number = min(size, count - start)
+        drawn = sample_generation.generate_sample(sampling, stddev, column, rng, positive, number)
+        ratios = log_ratios_apart(participation_ratios(drawn, column, stddev), sampling.sampling_prob, sampling.min_sep)
+        found.append(ratios if positive else -ratios)
     return np.concatenate(found)
+
+
+def participation_ratios(seen: np.ndarray, column: np.ndarray, stddev: float) -> np.ndarray:
+    """Return the log-likelihood ratio of a participation in each step alone, to none.
+
+    Args:
+      seen: C x + z with the strategy matrix C, the participations x and noise z, shape (steps, samples).
+      column: the coefficients of C, at most as many as steps.
+      stddev: the standard deviation of the noise.
+    """
+    # Column t of C is `column` from row t on, cut at the end.
+    padded = np.concatenate([seen, np.zeros((len(column) - 1, seen.shape[1]))])
+    dots = sum(c * padded[k : k + len(seen)] for k, c in enumerate(column))
+    squares = np.array([np.sum(column[: len(seen) - t] ** 2) for t in range(len(seen))])[:, None]
+    return (dots - squares / 2) / stddev**2
+
+
+def log_ratios_apart(ratios: np.ndarray, probability: float, separation: int) -> np.ndarray:
+    """Return the log-likelihood ratio of an example with b-min-sep sampling to none, shape (samples,).
+
+    Args:
+      ratios: those of a participation in each step alone, shape (steps, samples).
+      probability: the probability to take part in a step, if not in the last `separation - 1`. One is balls in bins.
+      separation: the least number of steps from one participation to the next.
+
+    Source:
+      arXiv 2602.09338, equation 2. (jax-privacy 2.0 to 2.2 reverse the squared norms of the last columns of C, which
+      is wrong with three bands or more.)
+    """
+    with np.errstate(divide="ignore"):  # log(1 - 1)
+        stays, takes_part = np.log1p(-probability), np.log(probability)
+    # For the last `separation` steps, the ratio of all later steps if the example may take part from then on.
+    later = np.zeros((separation, ratios.shape[1]))
+    for step in range(len(ratios) - 1, -1, -1):
+        without = stays + later[(step + 1) % separation]
+        later[step % separation] = np.logaddexp(without, takes_part + ratios[step] + later[step % separation])
+    later[1:] += takes_part  # it may have taken part shortly before the first step
+    return np.logaddexp.reduce(later, axis=0) - np.log1p((separation - 1) * probability)

@@ -9,15 +9,20 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple, get_args
 
+import jax
 import numpy as np
 
-from ..._core.arguments import check_choice, check_count, check_number, describe
+from ..._core.arguments import check_choice, check_count, check_number, describe, is_int
+from ..._core.prng import is_key
 from ..._models.split_model import is_members, is_module
 from ..._runs.optimizer import as_transform
 from .._per_example.clip_norms import ClipNorms, clip_norms
 from .accounting import Accountant, Ledger, Sampling, calibrate
 from .adaptive import AdaptiveClipping, gradient_multiplier
 from .monte_carlo import modules
+
+# With fewer runs or canaries in an audit, no bound is above zero.
+_FEWEST = 20
 
 
 def checked_delta(target_delta: Any, num_examples: int) -> float:
@@ -89,6 +94,8 @@ def checked_sampling(
     size = check_number("DPSGD", "expected_batch_size", expected_batch_size, lambda x: 0 < x <= num_examples, in_range)
     check_count("DPSGD", "truncated_batch_size", truncated, optional=True)
     truncation = None if truncated is None else (int(truncated), num_examples // bands)
+    if truncated is not None and truncated < size:
+        raise ValueError(f"DPSGD: truncated_batch_size={truncated} is below {expected_batch_size=}; pass a larger one.")
     if sampling == "poisson":
         # With bands an example may take part only in every `bands`-th step, so its probability is `bands` times as
         # large. Truncation divides the examples into groups of equal size, without those left over.
@@ -154,13 +161,23 @@ def checked_strategy(strategy: Any) -> tuple[float, ...]:
     return tuple(array.astype(float).tolist())
 
 
-def check_wrt(wrt: Any, models: list[Any]) -> None:
-    """Raise if a filter of the variables that train is given for models that are no NNX modules."""
+def checked_wrt(wrt: Any, models: list[Any]) -> Any:
+    """Return a filter of the variables that train, without keys; raise if it is given for anything but NNX modules."""
     if wrt is None:
-        return
+        return None
     if not models or not all(map(is_module, models)):
         got = ", ".join(describe(model) for model in models) or "none"
         raise TypeError(f"DPSGD.init: wrt selects variables of NNX modules, but the models are {got}; omit it.")
+    from flax import nnx
+
+    def holds_key(_: Any, x: Any) -> bool:
+        return is_key(x.get_raw_value() if isinstance(x, nnx.Variable) else x)
+
+    # Each example's random state is drawn from a secret key, whatever the filter says.
+    found = nnx.All(wrt, nnx.Not(nnx.RngState), nnx.Not(holds_key))
+    if not any(jax.tree.leaves(nnx.state(model, found)) for model in models):
+        raise ValueError(f"DPSGD.init: wrt={wrt!r} selects no variable of the model; pass another filter, or omit it.")
+    return found
 
 
 def check_audit(
@@ -183,6 +200,36 @@ def check_audit(
         )
 
 
+def checked_canaries(canaries: Any, runs: int, data: Any) -> Any:
+    """Return the number of gradient canaries, or canaries as a tuple of arguments; raise if they do not fit.
+
+    Args:
+      canaries: as for `DPSGD.audit`.
+      runs: the number of runs.
+      data: all examples.
+    """
+    if canaries is None:
+        canaries = 1 if runs > 1 else 1000
+    found: Any
+    if is_int(canaries):
+        count, found = int(canaries), int(canaries)
+    else:
+        found, of_data = (tuple(x) if isinstance(x, (tuple, list)) else (x,) for x in (canaries, data))
+
+        def form(x: Any) -> Any:
+            return np.shape(x)[1:], getattr(x, "dtype", type(x))
+
+        wanted, given = jax.tree.map(form, of_data), jax.tree.map(form, found)
+        if wanted != given or not all(map(np.ndim, jax.tree.leaves(found))):
+            shapes = f"examples in the form of the data, with shapes and dtypes {wanted}"
+            raise ValueError(f"DPSGD.audit: canaries must be a number, or {shapes}, but got {describe(canaries)}.")
+        count = len(jax.tree.leaves(found)[0])
+    if max(count, runs) < _FEWEST or min(count, runs) != 1:
+        needed = f"many runs with one canary, or one run with many canaries, at least {_FEWEST}"
+        raise ValueError(f"DPSGD.audit: an audit needs {needed}, but got {runs=} and {count} canaries.")
+    return found
+
+
 def of_plan(config: Any, num_examples: int) -> tuple[dict[str, Any], float]:
     """Return the arguments of `DPSGD` for the configuration of a jax-privacy plan, and the factor of its gradients.
 
@@ -190,6 +237,11 @@ def of_plan(config: Any, num_examples: int) -> tuple[dict[str, Any], float]:
     """
     if type(config).__name__ not in ("BandMFExecutionPlanConfig", "BandMFConfig"):
         raise TypeError(f"DPSGD.from_plan: config must be a BandMF configuration, but got {describe(config)}.")
+    relation = getattr(getattr(config, "accountant", None), "neighboring_relation", None)
+    if getattr(relation, "name", "") == "REPLACE_ONE":
+        raise ValueError("DPSGD.from_plan: ε of DPSGD is not for replacing an example; pass another accountant.")
+    if config.normalize_by == 0:
+        raise ValueError("DPSGD.from_plan: config.normalize_by is 0, but gradients are divided by it.")
     if config.column_normalize:
         raise ValueError("DPSGD.from_plan: column_normalize makes the noise depend on the step's number; omit it.")
     sigma, bands = config.noise_multiplier, len(config.strategy)

@@ -34,7 +34,7 @@ _NOISE, _MASKS, SAMPLING = (2**32 - i for i in (1, 2, 3))
 class PrivateStep:
     """A step of `DPSGD` as a function to compile; the attributes are arguments of `DPSGD`.
 
-    The optimizer is in the form of `as_transform`.
+    The optimizer is in the form of `as_transform`. The last two remember what was found out about states.
     """
 
     loss: Callable[..., Any]
@@ -47,6 +47,7 @@ class PrivateStep:
     memory_budget: int | str | None
     has_aux: bool
     checked_states: set[Any] = field(default_factory=set)
+    random_state: dict[Any, set[str]] = field(default_factory=dict)
 
     def init(self, trainable: Any, key: jax.Array) -> tuple[Any, Any, jax.Array, jax.Array | None]:
         """Return the optimizer state, the noise state, the key of dropout masks, and the clip norms, of one model."""
@@ -94,7 +95,7 @@ class PrivateStep:
           batch: the batch of the step.
         """
         after, metrics = self(replace(state, tree=with_frozen(state.tree, frozen)), batch)
-        return replace(after, tree=without_frozen(after.tree)[0]), metrics
+        return replace(after, tree=without_frozen(after.tree, self.random_state)[0]), metrics
 
     def _of_members(self, state: DPState, batch: Batch) -> tuple[DPState, dict[str, jax.Array]]:
         """Take a step of a model or of all members of an ensemble; return the new state and the metrics."""
@@ -148,7 +149,8 @@ class PrivateStep:
             noisy, noise_state = add_noise(self.ledger, sums, noise_state)
         else:
             assert self.ledger.adaptive is not None
-            counts = jnp.where(real[:, None], within - 0.5, 0.0).sum(0).reshape(clip_norms.shape)
+            centered = jnp.where(real[:, None], within - jnp.float32(0.5), 0)
+            counts = centered.sum(0).reshape(clip_norms.shape)
             noisy, counts, noise_state = add_noise_and_count(self.ledger, sums, counts, clip_norms, noise_state)
             used = {"l2_clip_norm": clip_norms}
             size, first = self.ledger.expected_batch_size, self.clipping.norms

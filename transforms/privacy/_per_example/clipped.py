@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, get_args
@@ -163,7 +162,7 @@ def clipped_grad(
       return_values: whether to return each sample's loss.
       return_grad_norms: whether to return the norm of each sample's gradient before clipping.
       pre_clipping_transform: a function of one sample's gradients, applied before clipping. It requires materialized
-        gradients, so the method is "vmap", unless it returns anything unchanged.
+        gradients, so the method is "vmap", unless it changes nothing.
       microbatch_size: the largest number of samples to compute at a time; it must divide the batch.
       nan_safe: whether samples with a non-finite norm contribute zero; with False they make the sum NaN.
       dtype: the dtype of the sum; None for the dtypes of the parameters. Gradients are summed in float32 or wider and
@@ -235,12 +234,9 @@ def clipped_grad(
     budget = check_budget("clipped_grad", memory_budget, microbatch_size, "microbatch_size")
     clipping = clip_norms("clipped_grad", l2_clip_norm, automatic, rescale=rescale_to_unit_norm, nan_safe=nan_safe)
     normalize_by = checked_divisor("clipped_grad", normalize_by, dtype, prng_argnum)
-    if pre_clipping_transform is not None and _is_identity(pre_clipping_transform):
-        pre_clipping_transform = None
     check_grid("clipped_grad", grid_scale, clipping, normalize_by, dtype)
     needing = "pre_clipping_transform" if pre_clipping_transform is not None else "grid_scale"
-    needs_each = pre_clipping_transform is not None or grid_scale is not None
-    if needs_each and method not in ("auto", "vmap"):
+    if (pre_clipping_transform is not None or grid_scale is not None) and method not in ("auto", "vmap"):
         needs = f'{needing} needs each gradient, which method="{method}" does not compute'
         raise ValueError(f'clipped_grad: {needs}; omit method, or pass "vmap".')
     bare = not isinstance(argnums, (tuple, list))
@@ -254,10 +250,16 @@ def clipped_grad(
         by_leaf = dict(zip(jax.tree.leaves(numbered), found.of_leaf, strict=True))
         return found._replace(of_leaf=tuple(by_leaf[i] for i in range(len(by_leaf))))
 
+    def transform_of(of: PerExample) -> Callable[[Any], Any] | None:
+        """Return the transform; None without one, or if it changes nothing, as jax-privacy's `DPTrainer` passes."""
+        user = pre_clipping_transform
+        return None if user is None or _changes_nothing(user, of.gradients(of.parameters, bare)) else user
+
     def routes_for(of: PerExample, compute: Callable[[MethodChoice], Any]) -> dict[str, list[MethodChoice]]:
         """Return the routes to try in order, by platform; the first is the requested or chosen method."""
         most = most_at_a_time("clipped_grad", microbatch_size, of.size)
         choices = {"default": MethodChoice(method, most, f'requested by method="{method}"')}
+        needs_each = grid_scale is not None or transform_of(of) is not None
         if needs_each:
             choices = {"default": held(of.program, of.size, most, spmd_axis_name, f"{needing} needs each gradient")}
         elif method == "auto" and of.size:
@@ -270,7 +272,7 @@ def clipped_grad(
 
     def compute(of: PerExample, padding: jax.Array, choice: MethodChoice) -> tuple[Any, Any]:
         """Return the normalized sum, and for each example its loss, its norm and its auxiliary output."""
-        user, groups = pre_clipping_transform, groups_of(of)
+        user, groups = transform_of(of), groups_of(of)
         transform = None if user is None else lambda leaves: user(of.gradients(leaves, bare))
         sums = jax.eval_shape(transform, of.parameters) if transform else of.parameters
         after = clipping.groups("clipped_grad", sums) if transform else None
@@ -313,7 +315,7 @@ def clipped_grad(
         padding = padding_mask("clipped_grad", is_padding_example, of.size)
         computed = partial(compute, of, padding)
         total, (values, norms, aux) = on_platform("clipped_grad", routes_for(of, computed), computed)
-        result = total if pre_clipping_transform is not None else of.gradients(total, bare)
+        result = total if transform_of(of) is not None else of.gradients(total, bare)
         if not has_more:
             return result
         return result, Aux(
@@ -357,12 +359,11 @@ def clipped_grad(
     return ClippedGrad(wrap_like(fun, "clipped_grad", on_mesh), bound, has_more, explained)
 
 
-def _is_identity(fun: Callable[[Any], Any]) -> bool:
-    """Return whether a function returns anything unchanged, as what jax-privacy's `DPTrainer` passes may do."""
-    anything = object()
-    with suppress(Exception):
-        return fun(anything) is anything
-    return False
+def _changes_nothing(transform: Callable[[Any], Any], gradients: Any) -> bool:
+    """Return whether a transform returns each array of the gradients as it is, in the same structure."""
+    traced, shapes = jax.make_jaxpr(transform, return_shape=True)(gradients)
+    unchanged = not traced.eqns and traced.jaxpr.outvars == traced.jaxpr.invars
+    return unchanged and jax.tree.structure(shapes) == jax.tree.structure(gradients)
 
 
 def checked_divisor(api: str, normalize_by: Any, dtype: Any, prng_argnum: Any) -> float:

@@ -147,6 +147,16 @@ def test_neighbors_are_within_the_joint_sensitivity(first: Any) -> None:
         assert of_counts == pytest.approx(dp.ledger.clip_groups / 4 / 0.9**2, rel=1e-3)
 
 
+def test_clip_norms_keep_their_dtype_in_64_bits(tmp_path: Any) -> None:
+    with jax.enable_x64(True):
+        dp = make(optax.sgd(0.1))
+        state = dp.init(jax.tree.map(lambda x: np.float64(x), PARAMS), key=jax.random.key(0))
+        after, _ = dp.fit(state, (X, Y), steps=2, progress=False, checkpoint_dir=tmp_path)
+        assert state.clip_norms.dtype == after.clip_norms.dtype == jnp.float32
+        again, _ = dp.fit(state, (X, Y), steps=3, progress=False, checkpoint_dir=tmp_path)
+        assert int(again.step) == 3
+
+
 def test_epsilon_is_that_of_the_noise_multiplier() -> None:
     assert make().epsilon(7) == make(adaptive=None).epsilon(7)
 

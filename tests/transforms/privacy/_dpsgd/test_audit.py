@@ -172,7 +172,13 @@ def test_modules_and_auxiliary_outputs_are_audited() -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "sampling", "separation"),
-    [((1.0,), "poisson", None), ((1.0, 0.5, 0.25), "poisson", None), ((1.0, 0.5), "balls_in_bins", 3)],
+    [
+        ((1.0,), "poisson", None),
+        ((1.0, 0.5, 0.25), "poisson", None),
+        ((1.0, 0.5), "balls_in_bins", 3),
+        ((1.0, 0.5, 0.25), "balls_in_bins", 3),
+        ((0.5, 2.0, 0.1), "balls_in_bins", 4),
+    ],
 )
 def test_scores_are_likelihood_ratios(strategy: Any, sampling: Any, separation: Any) -> None:
     """Against the sum over all ways in which a canary may take part in five steps."""
@@ -214,11 +220,20 @@ def test_the_picture_shows_both_bounds() -> None:
     ("settings", "options", "error", "message"),
     [
         ({"noise_multiplier": 0.0}, {}, ValueError, "noise_multiplier is 0, so ε is infinite; pass a positive one"),
-        ({"truncated_batch_size": 9}, {}, ValueError, "with truncated batches canaries depend on each other"),
+        ({"truncated_batch_size": 20}, {}, ValueError, "with truncated batches canaries depend on each other"),
         ({}, {"runs": 5, "canaries": 3}, ValueError, "an audit needs many runs with one canary, or one run with many"),
         ({}, {"runs": 1, "canaries": 1}, ValueError, "an audit needs many runs with one canary, or one run with many"),
-        ({}, {"canaries": "x"}, ValueError, "canaries must be a number, or examples as data, but got 'x'"),
-        ({}, {"runs": 1, "canaries": 16}, ValueError, "16 gradient canaries need as many parameters, but there are 15"),
+        (
+            {},
+            {"canaries": "x"},
+            ValueError,
+            "canaries must be a number, or examples in the form of the data, with shapes",
+        ),
+        ({}, {"canaries": (X[:1],)}, ValueError, "canaries must be a number, or examples in the form of the data"),
+        ({}, {"canaries": (X[:1, :3], Y[:1])}, ValueError, "canaries must be a number, or examples in the form of the"),
+        ({}, {"canaries": (X[:1] > 0, Y[:1])}, ValueError, "canaries must be a number, or examples in the form of the"),
+        ({}, {"canaries": (X[:9], Y[:9]), "runs": 1}, ValueError, "an audit needs many runs with one canary, or one"),
+        ({}, {"runs": 1, "canaries": 40}, ValueError, "40 gradient canaries need as many parameters, but there are 15"),
         ({}, {"steps": 5}, ValueError, "steps=5 is beyond num_steps=4; pass fewer"),
         ({}, {"confidence": 1.0}, ValueError, "confidence must be between 0.5 and 1, but got 1.0"),
     ],
@@ -226,6 +241,50 @@ def test_the_picture_shows_both_bounds() -> None:
 def test_audits_that_cannot_run_are_refused(settings: Any, options: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=f"^DPSGD.audit: {message}"):
         audit(make(**settings), **options)
+
+
+def test_b_min_sep_scores_are_likelihood_ratios() -> None:
+    """Against all participations in six steps, at least three apart, with those before the first step."""
+    strategy, probability, separation = (0.7, 1.5, 0.2), 0.4, 3
+    ledger = Ledger(0.8, probability, 1.0, 10.0, strategy, sampling="b_min_sep", separation=separation)
+    c = sum(np.diag(np.full(6 - k, x), -k) for k, x in enumerate(strategy))
+    stddev, seen = 0.8 * np.linalg.norm(strategy), np.random.default_rng(0).normal(size=(6, 5))
+    white = c @ seen
+
+    def total(step: int, taken: tuple[int, ...], weight: float) -> Any:
+        if step >= 6:
+            mean = c @ np.isin(np.arange(6), taken)
+            return weight * np.exp((white.T @ mean - mean @ mean / 2) / stddev**2)
+        without = total(step + 1, taken, weight * (1 - probability))
+        return without + total(step + separation, (*taken, step), weight * probability)
+
+    # The first step in which it may take part, with the probabilities of the process that has always run.
+    starts = np.array([1.0, *[probability] * (separation - 1)]) / (1 + (separation - 1) * probability)
+    expected = sum(total(start, (), weight) for start, weight in enumerate(starts))
+    np.testing.assert_allclose(_log_ratios(ledger, seen), np.log(expected), rtol=1e-9)
+
+
+def test_only_what_trains_is_audited() -> None:
+    model = nnx.Sequential(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
+    audited = {}
+
+    def of_bias(path: Any, _: Any) -> bool:
+        return path[-1] == "bias"
+
+    def model_loss(model: Any, x: Any, y: Any) -> Any:
+        return optax.softmax_cross_entropy_with_integer_labels(model(x), y).mean()
+
+    for name, wrt in (("all", None), ("bias", of_bias)):
+        dp = make(loss=model_loss, noise_multiplier=1.0)
+        options: dict[str, Any] = {"runs": 1, "wrt": wrt, "progress": False}
+        with pytest.raises(
+            ValueError, match=r"^DPSGD.audit: 1000 gradient canaries need as many .*, but there are"
+        ) as e:
+            dp.audit(model, (X, Y), key=jax.random.key(0), **options)
+        audited[name] = str(e.value)
+        found = dp.audit(model, (X, Y), key=jax.random.key(0), **options | {"runs": 200, "chunk_size": 70})
+        assert found.inside.mean() > found.outside.mean()
+    assert [text.split()[-1] for text in audited.values()] == ["15.", "3."]
 
 
 def test_an_ensemble_is_refused() -> None:

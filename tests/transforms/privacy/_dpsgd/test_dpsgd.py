@@ -1011,3 +1011,73 @@ def test_a_non_scalar_loss_is_refused(wrong: Any) -> None:
     dp = make(wrong)
     with pytest.raises(TypeError, match=r"^DPSGD: the loss must return one real scalar, but it returned "):
         dp.step(dp.init(PARAMS, key=jax.random.key(0)), a_batch([1], 2))
+
+
+# What trains.
+
+
+def lora_network() -> Any:
+    base = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    return nnx.Sequential(nnx.LoRA(4, 2, 3, base_module=base, rngs=nnx.Rngs(1)), nnx.Dropout(0.3, rngs=nnx.Rngs(2)))
+
+
+def test_only_selected_variables_train_and_others_are_not_copied() -> None:
+    model, dp = lora_network(), make(model_loss)
+    state = dp.init(model, key=jax.random.key(0), wrt=nnx.LoRAParam)
+    after, _ = dp.fit(state, (X, Y), sizes=SIZES, progress=False)
+    stepped = run_from(dp, state)
+    for trained in (after.model, stepped.model):
+        base = trained.layers[0].base_module
+        for name in ("kernel", "bias"):
+            own, theirs = (getattr(of, name).get_raw_value() for of in (model.layers[0].base_module, base))
+            assert own.unsafe_buffer_pointer() == theirs.unsafe_buffer_pointer()
+        assert (trained.layers[0].lora_b[...] != 0).all()
+        assert (model.layers[0].lora_b[...] == 0).all()
+    jax.tree.map(np.testing.assert_array_equal, arrays(after), arrays(stepped))
+
+
+def run_from(dp: DPSGD, state: Any) -> Any:
+    for batch in dp.batches((X, Y), state, sizes=SIZES):
+        state, _ = dp.step(state, batch)
+    return state
+
+
+def test_a_frozen_run_resumes(tmp_path: Any) -> None:
+    dp = make(model_loss)
+    state = dp.init(lora_network(), key=jax.random.key(0), wrt=nnx.LoRAParam)
+    whole, _ = dp.fit(state, (X, Y), sizes=SIZES, progress=False)
+    dp.fit(state, (X, Y), steps=5, sizes=SIZES, progress=False, checkpoint_dir=tmp_path)
+    again, _ = dp.fit(state, (X, Y), sizes=SIZES, progress=False, checkpoint_dir=tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, arrays(again), arrays(whole))
+
+
+@pytest.mark.parametrize("wrt", [nnx.Variable, True, ...])
+def test_random_state_never_trains(wrt: Any) -> None:
+    dp = make(model_loss)
+    every, usual = (dp.init(lora_network(), key=jax.random.key(0), wrt=given) for given in (wrt, nnx.Param))
+    assert jax.tree.structure(every.tree.trainable) == jax.tree.structure(usual.tree.trainable)
+    (batch, *_) = dp.batches((X, Y), every, sizes=SIZES)
+    jax.tree.map(np.testing.assert_array_equal, arrays(dp.step(every, batch)[0]), arrays(dp.step(usual, batch)[0]))
+
+
+def test_a_filter_that_selects_nothing_is_refused() -> None:
+    network = Network(nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"^DPSGD.init: wrt=.*LoRAParam.* selects no variable of the model; pass"):
+        make(model_loss).init(network, key=jax.random.key(0), wrt=nnx.LoRAParam)
+    with pytest.raises(TypeError, match=r"^DPSGD.init: wrt selects variables of NNX modules, but the models are none"):
+        make().init(PARAMS, key=jax.random.key(0), wrt=nnx.Param)
+    ensemble = Ensemble.create(Network, 2, seed=0)
+    with pytest.raises(TypeError, match=r"^DPSGD.init: wrt selects variables of NNX modules, but the models are En"):
+        make(model_loss).init(ensemble, key=jax.random.key(0), wrt=nnx.Param)
+
+
+def test_what_is_printed_says_what_was_spent() -> None:
+    dp = usual()
+    state = run(dp, PARAMS, steps=2)
+    settings = "noise_multiplier=1.3, sampling_probability=0.2, target_delta=0.001"
+    assert repr(dp) == f"DPSGD(num_steps=12, {settings}: ε ≤ {math.ceil(1000 * dp.epsilon(12)) / 1000:.3f})"
+    assert repr(state) == f"DPState(step=2, {settings}: ε ≤ {math.ceil(1000 * dp.epsilon(2)) / 1000:.3f})"
+    assert repr(jax.eval_shape(lambda: state)) == f"DPState(step=?, {settings}: ε = ?)"
+    assert repr(noiseless()).endswith("ε = ∞)")
+    both = make(model_loss).init(Ensemble.create(Network, 2, seed=0), key=jax.random.key(0))
+    assert repr(both) == f"DPState(members=2, step=0, {settings}: ε ≤ 0.000 each)"

@@ -292,6 +292,8 @@ def test_the_ledger_can_be_read_by_a_person(tmp_path: Any, dp: DPSGD, state: Any
     assert Ledger.read({**manifest["ledger"]}) == dp.ledger
     before = {name: manifest["ledger"][name] for name in list(manifest["ledger"])[:5]}  # of checkpoints of version 0.1
     assert Ledger.read(before) == dp.ledger
+    of_groups = make(l2_clip_norm={"first": 0.7, "last": 0.7}).ledger
+    assert Ledger.read({**before, "l2_clip_norm": of_groups.l2_clip_norm}) == of_groups
 
 
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Any, dp: DPSGD, state: Any) -> None:
