@@ -83,7 +83,9 @@ def without_frozen(tree: Any, known: dict[Any, set[str]]) -> tuple[Any, Any]:
             if not is_split(x):
                 return None if frozen else x
             if (paths := known.get(x.structure)) is None:
-                paths = known[x.structure] = _random_state(x.merge()) | _kept_keys(x)
+                model = x.merge()
+                member = model.__plurax_member__() if is_members(model) else model
+                paths = known[x.structure] = _random_state(member) | _kept_keys(x)
             rest = jax.tree.map_with_path(lambda path, x: x if (array_name(path) in paths) != frozen else None, x.rest)
             return SplitModel(x.structure, None if frozen else x.trainable, rest)
 

@@ -1042,6 +1042,21 @@ def run_from(dp: DPSGD, state: Any) -> Any:
     return state
 
 
+@pytest.mark.parametrize("ensemble", [False, True])
+def test_random_state_is_not_frozen(ensemble: bool) -> None:
+    def make_network(rngs: nnx.Rngs) -> Network:
+        return Network(rngs, rate=0.3)
+
+    model: Any = Ensemble.create(make_network, 2, seed=0) if ensemble else make_network(nnx.Rngs(0))
+    dp = make(model_loss)
+    state = dp.init(model, key=jax.random.key(0))
+    after, _ = dp.fit(state, (X, Y), sizes=SIZES, progress=False)
+    jax.tree.map(np.testing.assert_array_equal, arrays(after), arrays(run_from(dp, state)))
+    trained: Any = after.model
+    counts = nnx.state(trained[0] if ensemble else trained, nnx.RngCount)
+    assert jax.tree.leaves(nnx.to_pure_dict(counts)) == [12]
+
+
 def test_a_frozen_run_resumes(tmp_path: Any) -> None:
     dp = make(model_loss)
     state = dp.init(lora_network(), key=jax.random.key(0), wrt=nnx.LoRAParam)
