@@ -81,7 +81,7 @@ class Mechanism:
           >>> dp = DPSGD.from_plan(lambda w, x: jnp.sum(w * x), optax.sgd(0.1), config, num_examples=1000,
           ...                      target_delta=1e-5)
           >>> dp
-          DPSGD(num_steps=10, noise_multiplier=2, sampling_probability=0.2, bands=2, target_delta=1e-05: ε ≤ 1.215)
+          DPSGD(num_steps=10, noise_multiplier=2, sampling_probability=0.2, bands=2, target_delta=1e-05: ε ≤ 1.210)
         """
         import optax
 
