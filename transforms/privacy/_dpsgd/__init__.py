@@ -17,6 +17,7 @@ The inputs are a loss, an optimizer and settings, then a model, a key and data; 
   sampled as the accounting assumes.
 - `step.py`: `PrivateStep`, one step as a function to compile. It uses the next two files, then the optimizer.
 - `model_loss.py`: the loss of one example, with independent randomness; raises if a model keeps other mutable state.
+  It also separates what a step changes from what is frozen and never copied.
 - `adaptive.py`: `AdaptiveClipping`, by which clip norms follow a private quantile.
 - `audit.py`: `Audit`, a lower bound on ε from runs of the step with canaries.
 - `noise.py` adds Gaussian noise to the clipped sums. jax-privacy draws it, from keys of `jax.random`; on a CPU this

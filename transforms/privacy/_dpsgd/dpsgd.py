@@ -229,8 +229,8 @@ class DPSGD(Mechanism):
           The new state and the metrics, with the members along axis 0 for an ensemble. "loss" is the mean over the
           batch (NaN if it has no examples), and "clipped" the fraction of examples with a norm above its clip norm.
           With `adaptive`, "l2_clip_norm" is the clip norm of the step. With `has_aux`, each array in `aux` is averaged
-          over the batch too: under its own name if `aux` is a dict, otherwise as "aux". Others than
-          "l2_clip_norm" are computed from the data without noise: do not publish them.
+          over the batch too: under its own name if `aux` is a dict, otherwise as "aux". All but "l2_clip_norm" are
+          computed from the data without noise: do not publish them.
 
         Raises:
           TypeError: `batch` is not a `Batch`; the loss does not return a real scalar.
@@ -370,7 +370,8 @@ class DPSGD(Mechanism):
             in many runs; no noise; truncated batches, in which the canaries would depend on each other.
 
         Cost:
-          The memory of `chunk_size` steps, and of `runs` states. `lower` from n runs is log(n / 10) at most.
+          The memory of `chunk_size` steps, and of `runs` states. At a confidence of 95 %, n runs show a `lower` of
+          log(n / 10) at most.
 
         Source:
           Nasr et al. 2023, "Tight Auditing of Differentially Private Machine Learning" (many runs, gradient canaries);

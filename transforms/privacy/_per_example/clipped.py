@@ -362,8 +362,8 @@ def clipped_grad(
 def _changes_nothing(transform: Callable[[Any], Any], gradients: Any) -> bool:
     """Return whether a transform returns each array of the gradients as it is, in the same structure."""
     traced, shapes = jax.make_jaxpr(transform, return_shape=True)(gradients)
-    same_tree = bool(jax.tree.structure(shapes) == jax.tree.structure(gradients))  # type: ignore[operator]
-    return same_tree and not traced.eqns and traced.jaxpr.outvars == traced.jaxpr.invars
+    before: Any = jax.tree.structure(gradients)
+    return before == jax.tree.structure(shapes) and not traced.eqns and traced.jaxpr.outvars == traced.jaxpr.invars
 
 
 def checked_divisor(api: str, normalize_by: Any, dtype: Any, prng_argnum: Any) -> float:
