@@ -225,6 +225,9 @@ GradientForm = OuterProduct | RowSparse | Dense
 
 # A bound on the rounding error of a sum, in units of the rounding error of its largest terms.
 _ROUNDINGS = 8
+# Terms that cancel are rounded otherwise if another example joins the sum. So that the error stays far below the clip
+# norm, weighted terms of one example are at most 1 / √(_ROUNDINGS _CANCELLING ε) clip norms: 128 in float32.
+_CANCELLING = 64
 
 
 def rounding(at_uses: Sequence[GradientForm], summed: GradientForm, eps: float, twice: bool) -> tuple[Any, Any]:
@@ -238,13 +241,16 @@ def rounding(at_uses: Sequence[GradientForm], summed: GradientForm, eps: float, 
 
     Returns:
       A number to add to the squared norm, for rounding errors of the norm, and a lower bound on the result, for those
-      of a weighted sum that is computed in a narrower dtype.
+      of the weighted sum, whose terms may cancel and whose dtype may be narrower.
     """
+
+    def least(form: GradientForm) -> jax.Array:
+        return _ROUNDINGS * max(form.eps(), _CANCELLING * eps) * form.terms()
+
     if isinstance(summed, (OuterProduct, RowSparse)):
-        terms = summed.terms()
-        return _ROUNDINGS * eps * terms, _ROUNDINGS * summed.eps() * terms if summed.eps() > eps else 0
+        return _ROUNDINGS * eps * summed.terms(), least(summed)
     # Materialized gradients of the only pass are summed as they are.
-    return 0, sum(_ROUNDINGS * form.eps() * form.terms() for form in at_uses) if twice else 0
+    return 0, sum(map(least, at_uses)) if twice else 0
 
 
 def dtype_of(form: GradientForm) -> Any:

@@ -298,6 +298,25 @@ def test_positions_that_cancel_each_other(method: str, fun: Any, positions: int,
     assert_bounded(of, jnp.zeros(shape), *terms_that_cancel(positions, *shape))
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_positions_of_another_example_that_cancel_each_other(method: str) -> None:
+    """The terms of an example that cancel are rounded otherwise if another example joins the batch."""
+    generator = np.random.default_rng(4)
+    draw = lambda size: {"x": normal(generator, 400, 2, 5), "c": size * normal(generator, 400, 2, 5)}
+    added, other = draw(10), draw(10 ** generator.uniform(1, 4, size=(400, 1, 1)).astype(np.float32))
+    other["x"][:, 1] = other["x"][:, 0]
+    other["c"] += normal(generator, 400, 1, 5) - other["c"].mean(1, keepdims=True)
+    of = clipped_grad(product, l2_clip_norm=1.0, method=method)
+
+    def sums(pair: Any) -> Any:
+        batch = jax.tree.map(lambda x, y: jnp.stack([x, y]), *pair)
+        padded = of(jnp.zeros((5, 5)), batch, is_padding_example=np.array([True, False]))
+        return of(jnp.zeros((5, 5)), batch), padded
+
+    apart = distance(*jax.jit(lambda *pairs: lax.map(sums, pairs))(added, other))
+    assert 0.999 < apart.max() <= 1 + ROUNDING / 2
+
+
 @pytest.mark.parametrize("method", ["vmap", "book_keeping", "auto"])  # "ghost" does not materialize them
 @pytest.mark.parametrize(("fun", "shape"), [(product, (3, 4)), (shift, (4,))])
 def test_positions_that_cancel_each_other_where_each_gradient_is_held(method: str, fun: Any, shape: Any) -> None:
