@@ -13,7 +13,7 @@ from flax import nnx
 from plurax.ensemble import Ensemble, Trainer, TrainState
 from plurax.ensemble._execution import stepper
 from plurax.ensemble._execution.executor import StepInputs
-from plurax.transforms import _vmap, value_and_grad
+from plurax.transforms import _vmap, clipped_grad, value_and_grad
 
 STRATEGIES = ("vmap", "map", "unroll", "loop")
 RATES = [0.02, 0.01, 0.03]
@@ -605,6 +605,43 @@ class Test_grad_fn:
         a, _ = train(Trainer(cross_entropy, optax.sgd(0.2), grad_fn=halved), ens, make_batches(2))
         b, _ = train(Trainer(cross_entropy, optax.sgd(0.1)), ens, make_batches(2))
         assert_same(a.ensemble, b.ensemble, tolerance=1e-6)
+
+    @pytest.mark.parametrize("in_axes", [None, 0])
+    def test_it_may_clip_each_examples_gradient(self, in_axes, plain, create, cross_entropy, make_batches, assert_same):
+        """Also where each member sees a batch of its own."""
+
+        def clipped(loss):
+            of = clipped_grad(
+                loss,
+                has_aux=True,
+                batch_argnums=(1, 2),
+                l2_clip_norm=0.1,
+                normalize_by=6.0,
+                return_values=True,
+            )
+
+            def gradients(model, *batch):
+                gradient, each = of(model, *batch)
+                return jax.tree.map(lambda x: x.mean(0), (each.values, each.aux)), gradient
+
+            return gradients
+
+        ens = create(plain, 2)
+        (batch,) = make_batches(1) if in_axes is None else make_batches(1, 2)
+        trainer = Trainer(cross_entropy, optax.sgd(0.1), grad_fn=clipped, in_axes=in_axes)
+        state, metrics = trainer.step(trainer.init(ens), batch)
+        for i in range(2):
+            x, y = batch if in_axes is None else (batch[0][i], batch[1][i])
+            member = ens[i]
+            of_one = lambda m, x, y: cross_entropy(m, x[None], y[None])[0]
+            each = [nnx.grad(of_one)(member, *example) for example in zip(x, y, strict=True)]
+            norms = [optax.tree.norm(gradient) for gradient in each]
+            assert min(norms) > 0.1
+            scaled = [jax.tree.map(lambda g, n=n: g * 0.1 / n, one) for one, n in zip(each, norms, strict=True)]
+            mean = jax.tree.map(lambda *g: sum(g) / 6, *scaled)
+            expected = jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(member, nnx.Param), mean)
+            assert_same(nnx.state(state.ensemble[i], nnx.Param), expected, tolerance=1e-6)
+            np.testing.assert_allclose(metrics["loss"][i], cross_entropy(member, x, y)[0], rtol=1e-5)
 
     def test_its_assignments_to_the_parameters_are_kept(self, plain, create, cross_entropy, make_batches, assert_same):
         """As in a plain Flax loop, the optimizer updates the parameters that the gradient function assigned."""

@@ -68,7 +68,10 @@ class DPState(Generic[M]):
 
     def __repr__(self) -> str:
         """Return the number of steps, σ, q, and an upper bound on the ε spent: for an ensemble that of each member."""
-        known = isinstance(self.step, (jax.Array, np.ndarray)) and not isinstance(self.step, Tracer)
+        # A tracer, or states along an axis of `jax.vmap`, have no step to print.
+        known = (
+            isinstance(self.step, (jax.Array, np.ndarray)) and not isinstance(self.step, Tracer) and not self.step.ndim
+        )
         step = str(int(self.step)) if known else "?"
         settings = f"step={step}, {self.ledger.summary()}, target_delta={self.target_delta:g}"
         members = "" if self.members is None else f"members={self.members}, "

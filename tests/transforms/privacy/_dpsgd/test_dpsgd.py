@@ -357,6 +357,19 @@ def test_members_have_independent_noise() -> None:
     assert not np.isclose(trained[0].kernel[...], trained[1].kernel[...]).any()
 
 
+def test_runs_with_data_of_their_own_train_together() -> None:
+    dp = make(optimizer=optax.adam(1e-2))
+    data = [(X + i, (Y + i) % 3) for i in range(3)]
+    states = [dp.init(PARAMS, key=jax.random.key(i)) for i in range(3)]
+    batches = [next(iter(dp.batches(mine, state, sizes=SIZES))) for mine, state in zip(data, states, strict=True)]
+    stacked = lambda *x: jnp.stack(x)
+    together, metrics = jax.vmap(dp.step)(jax.tree.map(stacked, *states), jax.tree.map(stacked, *batches))
+    alone = [dp.step(state, batch) for state, batch in zip(states, batches, strict=True)]
+    assert_close(together.model, jax.tree.map(stacked, *(state.model for state, _ in alone)))
+    assert_close(metrics, jax.tree.map(stacked, *(mine for _, mine in alone)))
+    assert repr(together).startswith("DPState(step=?, ")
+
+
 def test_functions_of_variables_are_models_too() -> None:
     variables = [{"params": jax.tree.map(lambda x, i=i: x + i, PARAMS)} for i in range(2)]
     ensemble = Ensemble.from_apply(lambda v, x: x @ v["params"]["w"] + v["params"]["b"], variables)
