@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 LIST = ROOT / "tests/api.txt"
 MODULES = (
     "plurax.transforms",
+    "plurax.transforms.curvature",
     "plurax.transforms.privacy",
     "plurax.transforms.program",
     "plurax.transforms.modules",

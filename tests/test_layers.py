@@ -27,6 +27,7 @@ LAYERS = {
         "_curvature",
         "modules privacy program",
         "_statistics",
+        "curvature",
         "__init__",
     ],
     "transforms.privacy": ["_per_example", "_clipped_fun _dpsgd", "__init__"],

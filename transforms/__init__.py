@@ -32,7 +32,8 @@ Source layout, lowest layer first; the docstring of each folder describes its fi
   long runs;
 - `privacy`: per-sample and clipped gradients, DP-SGD; `program`: profiling and rewriting of programs; `modules`:
   parameters of Flax modules. These three are public;
-- `_statistics`: inner products, moments, kernels and projections of per-sample gradients.
+- `_statistics`: inner products, moments, kernels and projections of per-sample gradients;
+- `curvature`: Gauss-Newton matrices. It is public.
 """
 
 from ._core.version import __version__ as __version__

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from .._core.arguments import Argnums, describe, wrap_like
 from ..privacy._per_example.loss import PerExample, on_any_mesh, per_example
 from ..privacy._per_example.methods import MethodChoice
+from ..privacy._per_example.report import Report
 from .inner_products import products
 from .statistic import Chunks, Statistic, for_pairs, other_examples, report_of
 from .use_gradients import UseGradients, for_one_output, use_gradients
@@ -25,7 +26,7 @@ def per_sample_gram(
     per_leaf: bool = False,
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
-) -> Statistic:
+) -> Statistic[Report]:
     """Compute the inner products of the gradients of all pairs of samples of a batch, without holding the gradients.
 
     Args:

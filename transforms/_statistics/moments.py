@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._calls.explicit_sharding import divided_as
 from .._core.arguments import Argnums, wrap_like
 from ..privacy._per_example.gradient_forms import (
     Dense,
@@ -21,8 +20,9 @@ from ..privacy._per_example.gradient_forms import (
 from ..privacy._per_example.loss import PerExample, on_any_mesh, per_example
 from ..privacy._per_example.methods import MethodChoice
 from ..privacy._per_example.norms import ExampleGradients
+from ..privacy._per_example.report import Report
 from .statistic import Chunks, Statistic, check_two, in_chunks, report_of
-from .use_gradients import of_groups, one_at_a_time
+from .use_gradients import at_parameters, of_groups, one_at_a_time
 
 
 class Moments(NamedTuple):
@@ -47,7 +47,7 @@ def per_sample_moments(
     keep_batch_dim: bool = True,
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
-) -> Statistic:
+) -> Statistic[Report]:
     """Compute the mean, second moment and variance of the gradients of a batch, without holding the gradients.
 
     Args:
@@ -126,19 +126,8 @@ def _sums(of: PerExample, examples: Sequence[Any], route: MethodChoice) -> tuple
     found = ExampleGradients(of.program, examples)
     groups = of_groups(found)
     sums = [_sums_of_form(part.form, weights) for part in groups]
-    given, pull = found.wide_operands(frozenset(part.use for part in groups if part.use is not None), None)
-
-    def of_parameters(of_groups: Sequence[jax.Array]) -> list[jax.Array]:
-        at_uses = {part.use: x for part, x in zip(groups, of_groups, strict=True) if part.use is not None}
-        (totals,) = pull({n: divided_as(x.astype(given[n].dtype), given[n]) for n, x in at_uses.items()})
-        for part, x in zip(groups, of_groups, strict=True):
-            if part.use is None:
-                (leaf,) = part.leaves
-                totals[leaf] = totals[leaf] + x
-        return totals
-
     # A layout moves elements and changes at most their signs, and so moves their squares, but for the signs.
-    first, second = (of_parameters(x) for x in zip(*sums, strict=True))
+    first, second = (at_parameters(found, groups, x) for x in zip(*sums, strict=True))
     return first, [jnp.abs(x) for x in second]
 
 

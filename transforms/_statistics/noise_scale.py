@@ -15,6 +15,7 @@ from ..privacy._per_example.gradient_forms import Dense, OuterProduct, magnitude
 from ..privacy._per_example.loss import PerExample, on_any_mesh, per_example
 from ..privacy._per_example.methods import MethodChoice
 from ..privacy._per_example.norms import ExampleGradients
+from ..privacy._per_example.report import Report
 from .statistic import Chunks, Statistic, check_two, in_chunks, report_of
 from .use_gradients import one_at_a_time
 
@@ -44,7 +45,7 @@ def gradient_noise_scale(
     keep_batch_dim: bool = True,
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
-) -> Statistic:
+) -> Statistic[Report]:
     """Estimate the gradient noise scale from the gradients of one batch, without holding the gradients.
 
     With gradients gᵢ of `batch` samples and their mean g, noise = Σᵢ ‖gᵢ - g‖² / (batch - 1) and

@@ -15,6 +15,7 @@ from .._core.arguments import Argnums, check_argnums, describe, is_int, wrap_lik
 from .._models.split_model import separate_filters
 from ..privacy._per_example.loss import PerExample, on_any_mesh, per_example
 from ..privacy._per_example.methods import MethodChoice
+from ..privacy._per_example.report import Report
 from .inner_products import products, traces
 from .statistic import Chunks, Statistic, for_pairs, other_examples, report_of
 from .use_gradients import OutputGradients, for_each_output, use_gradients
@@ -29,7 +30,7 @@ def empirical_ntk(
     keep_batch_dim: bool = True,
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
-) -> Statistic:
+) -> Statistic[Report]:
     """Compute the empirical neural tangent kernel of a model: inner products of the gradients of its outputs.
 
     Args:

@@ -24,6 +24,7 @@ from ..privacy._per_example.gradient_forms import Dense, OuterProduct, RowSparse
 from ..privacy._per_example.loss import PerExample, on_any_mesh, per_example
 from ..privacy._per_example.methods import MethodChoice
 from ..privacy._per_example.perturbations import operands
+from ..privacy._per_example.report import Report
 from .inner_products import vectors
 from .statistic import Chunks, Statistic, in_chunks, report_of
 from .use_gradients import UseGradients, for_one_output, use_gradients
@@ -41,7 +42,7 @@ def per_sample_projection(
     keep_batch_dim: bool = True,
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
-) -> Statistic:
+) -> Statistic[Report]:
     """Project the gradient of each sample to `dim` random directions, without holding the gradients.
 
     Args:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,11 @@ from ..privacy._per_example.rules import norm_cost
 _NUMBERS = 2**28
 
 
+R = TypeVar("R")
+
+
 @dataclass(frozen=True)
-class Statistic:
+class Statistic(Generic[R]):
     """A function that computes a statistic of per-sample gradients.
 
     Attributes:
@@ -36,13 +39,13 @@ class Statistic:
     """
 
     fun: Callable[..., Any]
-    report: Callable[..., Report]
+    report: Callable[..., R]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the statistic for these arguments."""
         return self.fun(*args, **kwargs)
 
-    def explain(self, *args: Any, **kwargs: Any) -> Report:
+    def explain(self, *args: Any, **kwargs: Any) -> R:
         """Report the form of the gradients at each parameter use for these arguments, without computing them.
 
         Args:
@@ -50,7 +53,7 @@ class Statistic:
           **kwargs: its keyword arguments.
 
         Returns:
-          A `Report`: `print` it for a readable text.
+          A report: `print` it for a readable text.
 
         Raises:
           TypeError, ValueError: as for a call.

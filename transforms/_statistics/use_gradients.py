@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._calls.explicit_sharding import divided_as
 from .._core.jaxpr import evaluate, interpret
 from ..privacy._per_example.gradient_forms import Dense, GradientForm, OuterProduct, RowSparse, without_transposes
 from ..privacy._per_example.loss import PerExample
@@ -44,7 +45,7 @@ def use_gradients(
       examples: the examples, along axis 0 of each array.
       route: with the method "vmap", every gradient is materialized, one example at a time.
       per_leaf: whether a group may have only one parameter.
-      seed: as for `ExampleGradients`.
+      seed: as for `ExampleGradients`, or one for each example along axis 0.
     """
     if route.method == "vmap":
         return [UseGradients(frozenset([i]), None, Dense(x)) for i, x in enumerate(one_at_a_time(of, examples, seed))]
@@ -70,6 +71,26 @@ def of_groups(found: ExampleGradients, *, per_leaf: bool = False) -> list[UseGra
     return result
 
 
+def at_parameters(
+    found: ExampleGradients, groups: Sequence[UseGradients], sums: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """Return sums of gradients at groups of uses, or of their squares, for each parameter.
+
+    Args:
+      found: the gradients.
+      groups: the groups, as `of_groups` returns them.
+      sums: a sum for each group, like its operand, or like its only parameter.
+    """
+    given, pull = found.wide_operands(frozenset(part.use for part in groups if part.use is not None), None)
+    at_uses = {part.use: x for part, x in zip(groups, sums, strict=True) if part.use is not None}
+    (totals,) = pull({n: divided_as(x.astype(given[n].dtype), given[n]) for n, x in at_uses.items()})
+    for part, x in zip(groups, sums, strict=True):
+        if part.use is None:
+            (leaf,) = part.leaves
+            totals[leaf] = totals[leaf] + x
+    return totals
+
+
 def one_form(forms: dict[int, GradientForm]) -> tuple[int, GradientForm]:
     """Return the forms of one parameter as one: rows of a table that is multiplied too are one-hot vectors."""
     if len(forms) == 1:
@@ -85,12 +106,15 @@ def one_form(forms: dict[int, GradientForm]) -> tuple[int, GradientForm]:
 
 def one_at_a_time(of: PerExample, examples: Sequence[Any], seed: Any) -> list[jax.Array]:
     """Return the gradients of each example, as `jax.grad` computes them: shape (batch, *parameter)."""
+    (out, *_) = of.program.closed.out_avals
 
-    def gradients(example: Sequence[Any]) -> list[jax.Array]:
-        value, pull, _ = jax.vjp(lambda parameters: of.loss(parameters, example), of.parameters, has_aux=True)
-        return pull(jnp.ones_like(value) if seed is None else seed.astype(value.dtype))[0]
+    def gradients(given: tuple[Sequence[Any], Any]) -> list[jax.Array]:
+        example, own = given
+        _, pull, _ = jax.vjp(lambda parameters: of.loss(parameters, example), of.parameters, has_aux=True)
+        return pull(own)[0]
 
-    return lax.map(gradients, list(examples))
+    seeds = jnp.ones(out.shape, out.dtype) if seed is None else seed.astype(out.dtype)
+    return lax.map(gradients, (list(examples), jnp.broadcast_to(seeds, (len(examples[0]), *out.shape))))
 
 
 class OutputGradients(NamedTuple):

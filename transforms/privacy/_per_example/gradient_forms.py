@@ -258,20 +258,23 @@ def dtype_of(form: GradientForm) -> Any:
     return (form.gradients if isinstance(form, Dense) else form.right).dtype
 
 
-def merged(forms: list[tuple[int, ParameterUse, GradientForm]]) -> dict[int, GradientForm] | None:
+def merged(
+    forms: list[tuple[int, ParameterUse, GradientForm]], *, factors: bool = False
+) -> dict[int, GradientForm] | None:
     """Merge the forms of one parameter into one of each kind, keyed by one of their uses; None if they do not merge.
 
     Two outer products are one product over the positions of both: AᵀG + BᵀH = [A; B]ᵀ[G; H]. If an operand is a
-    transpose, the axes of its form refer to the array before the transpose.
+    transpose, the axes of its form refer to the array before the transpose. With `factors`, an outer product is never
+    materialized.
     """
     n, use, form = forms[0]
     base = without_transposes(use)[0]
     if base is None:
         return None
     if len(forms) == 1:
-        return {n: _smallest(form)}
+        return {n: form if factors else _smallest(form)}
     axes: Any = None
-    factors: dict[int, OuterProduct] = {}
+    products: dict[int, OuterProduct] = {}
     tables: dict[int, RowSparse] = {}
     for n, use, form in forms:
         layout, order = without_transposes(use)
@@ -284,18 +287,18 @@ def merged(forms: list[tuple[int, ParameterUse, GradientForm]]) -> dict[int, Gra
                 form = form._replace(left=form.right, right=form.left)
             elif (stack, p, d) != axes:
                 return None
-            factors[n] = form
+            products[n] = form
         elif isinstance(form, RowSparse) and order == tuple(range(len(order))):
             tables[n] = form
         else:
             return None
     result: dict[int, GradientForm] = {}
-    if factors:
-        product = _concatenated([*factors.values()], "left", "right")._replace(axes=axes)
-        result[next(iter(factors))] = product if tables else _smallest(product)
+    if products:
+        product = _concatenated([*products.values()], "left", "right")._replace(axes=axes)
+        result[next(iter(products))] = product if tables or factors else _smallest(product)
     if tables:
         result[next(iter(tables))] = _concatenated([*tables.values()], "rows", "right")
-    if factors and tables:  # `RowSparse.cross` needs the rows in one factor and all other axes, in order, in the other
+    if products and tables:  # `RowSparse.cross` needs the rows in one factor and all other axes, in order, in the other
         sides = (0,), tuple(range(1, len(use.aval.shape)))
         if axes not in (((), *sides), ((), *reversed(sides))):
             return None

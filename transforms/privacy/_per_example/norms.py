@@ -32,9 +32,10 @@ class ExampleGradients:
       spmd_axis_name: as for `jax.vmap`.
       inside_from: the number of the first use whose norm is computed inside the backward pass if possible, and whose
         gradients are summed in a second pass; None to keep the forms of all uses for the sum.
-      seed: the cotangent of each example's output, of one shape for all; None for ones.
+      seed: the cotangent of each example's output, for all examples or with one for each along axis 0; None for ones.
       clip_groups: the groups of parameters with a norm of their own; None for one norm. With them, norms and weights
         have the shape (batch, groups) instead of (batch,).
+      factors: whether outer products are kept as factors, even if these have more numbers than the gradients.
 
     Attributes:
       values: the loss of each example.
@@ -53,12 +54,14 @@ class ExampleGradients:
         inside_from: int | None = None,
         seed: Any = None,
         clip_groups: ClipGroups | None = None,
+        *,
+        factors: bool = False,
     ) -> None:
         if program.refusal:  # `first_that_traces` then falls back to `jax.grad`
             raise NotImplementedError(program.refusal)
         self._program, self._plan, self.parameters = program, program.plan, program.parameters
         self.uses, self._spmd, self._seed = program.uses, spmd_axis_name, seed
-        self._clip_groups = clip_groups
+        self._clip_groups, self._factors = clip_groups, factors
         self._inside = None
         if inside_from is not None:
             self._inside = in_backward(self._plan, spmd_axis_name, inside_from, clip_groups)
@@ -82,7 +85,7 @@ class ExampleGradients:
         """Return the common forms of some uses; None if their gradients are materialized."""
         if self._clip_groups is not None and any(self._clip_group(n) is None for n in group):
             return None  # a use of parameters with norms of their own has no norm for each of them
-        return merged([(n, self.uses[n], self._at_uses[n]) for n in group])
+        return merged([(n, self.uses[n], self._at_uses[n]) for n in group], factors=self._factors)
 
     def _clip_group(self, n: int) -> int | None:
         """Return the clip group of the parameters of a use; None without groups, or if there are several."""
@@ -132,7 +135,7 @@ class ExampleGradients:
         for first in records:
             together = [n for n, use in enumerate(self.uses) if use.first == first]
             uses, fixed = [self.uses[n] for n in together], [given[n] for n in together]
-            found = forms_at(uses, fixed, records[first], cotangents[first], self._spmd)
+            found = forms_at(uses, fixed, records[first], cotangents[first], self._spmd, factors=self._factors)
             forms |= zip(together, found, strict=True)
         return forms
 

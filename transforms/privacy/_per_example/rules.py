@@ -27,6 +27,8 @@ def forms_at(
     values: list[Any],
     cotangents: list[jax.Array],
     spmd_axis_name: str | None = None,
+    *,
+    factors: bool = False,
 ) -> list[GradientForm]:
     """Return each example's gradients of the parameter operands of one operation.
 
@@ -36,7 +38,12 @@ def forms_at(
       values: the other operands, with leading axes for the examples and for all loops; None for parameter operands.
       cotangents: the cotangents of its outputs, with the same leading axes.
       spmd_axis_name: as for `jax.vmap`.
+      factors: whether outer products are returned as factors, even if these have more numbers than the gradients.
     """
+    if factors and len(uses) == 1 and uses[0].eqn.primitive.name == "conv_general_dilated" and uses[0].operand == 1:
+        found = _convolution(uses[0], operands[0], values, cotangents, factors=True)
+        if found is not None:
+            return [found]
     if len(uses) == 1:
         rule = _RULES.get((uses[0].eqn.primitive.name, uses[0].operand))
         found = rule(uses[0], operands[0], values, cotangents) if rule else None
@@ -109,7 +116,7 @@ def _dimensions(use: ParameterUse) -> list[tuple[Any, Any]]:
 
 
 def _convolution(
-    use: ParameterUse, operand: jax.Array, values: list[Any], cotangents: list[jax.Array]
+    use: ParameterUse, operand: jax.Array, values: list[Any], cotangents: list[jax.Array], *, factors: bool = False
 ) -> GradientForm | None:
     """Handle the kernel of a `conv_general_dilated`: for each kernel element, a product over output positions.
 
@@ -155,7 +162,7 @@ def _convolution(
         return arranged.transpose(0, *back).reshape(operand.shape)
 
     positions, p = right.shape[2], len(slices) * inputs
-    if positions * (p + outputs) < p * outputs:  # both factors are smaller than the gradient
+    if factors or positions * (p + outputs) < p * outputs:  # both factors are smaller than the gradient
         return OuterProduct(jnp.concatenate(slices, axis=-1), right, restore, None)
     parts = [_sum_over_positions(left, right) for left in slices]
     return Dense(jax.vmap(restore)(jnp.concatenate(parts, axis=2)))

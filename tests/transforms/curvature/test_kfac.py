@@ -1,0 +1,304 @@
+"""`kfac` and `KroneckerFactors`, against the formulas of the papers, written out with dense Jacobians in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.flatten_util import ravel_pytree
+
+from plurax.transforms.curvature import KroneckerFactors, _kfac, kfac
+
+from .test_diagonal import MODELS, N, cross_entropy, dense, labels, normal, perceptron, square
+
+Taps = Callable[[str, Any, Any], Any]
+
+
+def sequence(p: Any, x: Any, tap: Taps) -> Any:
+    h = jnp.tanh(tap("w", x, x @ p["w"]))
+    h = h + h.mean(1, keepdims=True)
+    return tap("v", h, h @ p["v"])
+
+
+def one_position(p: Any, x: Any, tap: Taps) -> Any:
+    h = jnp.tanh(tap("w", x[:, None], (x @ p["w"])[:, None]))
+    return tap("v", h, h @ p["v"])[:, 0]
+
+
+def convolution(p: Any, x: Any, tap: Taps) -> Any:
+    numbers = ("NHWC", "HWIO", "NHWC")
+    out = lax.conv_general_dilated(x, p["k"], (2, 1), "SAME", dimension_numbers=numbers)
+    slices = lax.conv_general_dilated_patches(x, (3, 2), (2, 1), "SAME", dimension_numbers=numbers)
+    # JAX orders patches by channel first, and the kernel's rows by place first.
+    patches = slices.reshape(*slices.shape[:3], x.shape[3], 6).swapaxes(3, 4).reshape(len(x), -1, 6 * x.shape[3])
+    out = tap("k", patches, out.reshape(len(x), -1, out.shape[3]))
+    return jnp.tanh(out).mean(1) @ p["v"]
+
+
+def over_time(p: Any, x: Any, tap: Taps) -> Any:
+    h = x.mean(1)[:, :1] * jnp.arange(3.0)
+    steps = tap("w", x, x @ p["w"])
+    for t in range(x.shape[1]):
+        h = jnp.tanh(steps[:, t] + tap(f"u {t}", h[:, None], (h @ p["u"])[:, None])[:, 0])
+    return h
+
+
+CASES: dict[str, Any] = {
+    "one position": (one_position, {"w": (4, 6), "v": (6, 3)}, (N, 4), ()),
+    "a sequence": (sequence, {"w": (4, 6), "v": (6, 3)}, (N, 4, 4), (4,)),
+    "a convolution": (convolution, {"k": (3, 2, 2, 4), "v": (4, 3)}, (N, 5, 4, 2), ()),
+    "weights shared over time": (over_time, {"u": (3, 3), "w": (2, 3)}, (N, 4, 2), ()),
+}
+
+
+def written_out(name: str, sharing: str) -> tuple[Any, Any, Any, Any, dict[str, np.ndarray]]:
+    """Return a model without taps, parameters, inputs, labels, and A ⊗ G of each parameter."""
+    model, shapes, shape, positions = CASES[name]
+    p = {key: normal(*size) for key, size in shapes.items()}
+    x, y = normal(*shape), labels(3, N, *positions)
+    inputs: dict[str, Any] = {}
+    zeros: dict[str, Any] = {}
+
+    def record(key: str, a: Any, z: Any) -> Any:
+        inputs[key], zeros[key] = a, jnp.zeros_like(z)
+        return z
+
+    outputs = model(p, x, record)
+
+    def per_example(i: int) -> tuple[Any, Any]:
+        def of(taps: Any) -> Any:
+            return model(p, x[i : i + 1], lambda key, a, z: z + taps[key])[0]
+
+        j = jax.jacobian(of)({key: z[i : i + 1] for key, z in zeros.items()})
+        h = jax.hessian(lambda o: cross_entropy(o[None], y[i : i + 1]))(outputs[i])
+        size = outputs[i].size
+        return {key: np.reshape(each, (size, *each.shape[-2:])) for key, each in j.items()}, np.reshape(h, (size, size))
+
+    groups: dict[str, list[str]] = {}
+    for key in inputs:
+        groups.setdefault(key.split()[0], []).append(key)
+    each = [per_example(i) for i in range(N)]
+    blocks = {}
+    for key, uses in groups.items():
+        a = np.concatenate([inputs[use] for use in uses], axis=1)
+        a = a.reshape(N, a.shape[1], -1)
+        j = [np.concatenate([jacobians[use] for use in uses], axis=1) for jacobians, _ in each]
+        if sharing == "reduce":
+            a, j = a.mean(1, keepdims=True), [x.sum(1, keepdims=True) for x in j]
+        left = np.einsum("ntp,ntq->pq", a, a) / (N * a.shape[1])
+        right = sum(np.einsum("ctd,cb,bte->de", x, h, x) for x, (_, h) in zip(j, each, strict=True)) / N
+        blocks[key] = np.kron(left, right)
+    return lambda p, x: model(p, x, lambda key, a, z: z), p, x, y, blocks
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_blocks_are_those_of_the_papers(name: str, sharing: Any, chunk_size: int | None) -> None:
+    with jax.enable_x64(True):
+        model, p, x, y, blocks = written_out(name, sharing)
+        of = kfac(model, cross_entropy, fisher="exact", weight_sharing=sharing, chunk_size=chunk_size)
+        found = jax.jit(of)(p, x, y)
+        assert isinstance(found, KroneckerFactors)
+        for key, block in zip(sorted(p), found.blocks, strict=True):
+            if key in blocks:  # those of a matrix or a kernel, whose inputs and results are tapped
+                np.testing.assert_allclose(block.dense(), blocks[key], rtol=1e-10, atol=1e-13)
+
+
+def test_one_position_of_a_linear_model_with_the_square_loss_is_exact() -> None:
+    with jax.enable_x64(True):
+        p, x, y = {"w": normal(4, 3), "b": normal(3)}, normal(N, 4), normal(N, 3)
+        model = lambda p, x: x @ p["w"] + p["b"]
+        found = kfac(model, square, fisher="exact")(p, x, y).dense()
+        expected = dense(model, square, p, x, y)
+        np.testing.assert_allclose(found[:3, :3], expected[:3, :3], rtol=1e-12)  # of the bias
+        np.testing.assert_allclose(found[3:, 3:], expected[3:, 3:], rtol=1e-12, atol=1e-15)
+        assert not found[:3, 3:].any()
+
+
+def test_layers_of_a_scan_have_blocks_of_their_own() -> None:
+    with jax.enable_x64(True):
+        model, p, x, y = MODELS["a scan over layers"]()
+
+        def unrolled(p: Any, x: Any) -> Any:
+            for i in range(2):
+                x = jnp.tanh(x @ p[f"w{i}"] + p[f"b{i}"])
+            return x
+
+        apart = {f"{key}{i}": p[key][i] for key in p for i in range(2)}
+        expected = kfac(unrolled, cross_entropy, fisher="exact")(apart, x, y)
+        found = kfac(model, cross_entropy, fisher="exact")(p, x, y)
+        for i in range(2):
+            part = found.blocks[1].dense()[9 * i : 9 * (i + 1), 9 * i : 9 * (i + 1)]
+            np.testing.assert_allclose(part, expected.blocks[2 + i].dense(), rtol=1e-10, atol=1e-14)
+        assert not found.blocks[1].dense()[:9, 9:].any()
+
+
+def test_rows_of_a_table_and_large_sides_are_diagonal(monkeypatch: pytest.MonkeyPatch) -> None:
+    with jax.enable_x64(True):
+        p, tokens, y = {"table": normal(7, 4), "out": normal(4, 7)}, labels(7, N, 6), labels(7, N, 6)
+        model = lambda p, tokens: jnp.tanh(p["table"][tokens]) @ p["out"]
+        whole = kfac(model, cross_entropy, fisher="exact")(p, tokens, y)
+        hot = np.eye(7)[np.asarray(tokens)].reshape(-1, 7)
+        np.testing.assert_allclose(whole.blocks[1].left[0] * 30, (hot.T @ hot).diagonal(), rtol=1e-12)
+        monkeypatch.setattr(_kfac, "_LARGEST_SIDE", 6)
+        found = kfac(model, cross_entropy, fisher="exact")(p, tokens, y)
+        assert "4 x 7 (diagonal)" in str(kfac(model, cross_entropy, fisher="exact").explain(p, tokens, y))
+        one, other = found.blocks[0], whole.blocks[0]
+        np.testing.assert_allclose(one.right[0], np.diagonal(other.right[0]), rtol=1e-12)
+        np.testing.assert_allclose(found.trace(), whole.trace(), rtol=1e-12)
+        reduced = kfac(model, cross_entropy, fisher="exact", weight_sharing="reduce")(p, tokens, y)
+        shares = np.eye(7)[np.asarray(tokens)].mean(1)
+        np.testing.assert_allclose(reduced.blocks[1].left[0], np.square(shares).mean(0), rtol=1e-12)
+
+
+def test_other_uses_have_exact_blocks_or_diagonals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table that is read and multiplied, a bias, and one that is not used."""
+    with jax.enable_x64(True):
+        model, p, x, y = MODELS["tied tokens and a convolution"]()
+        expected = dense(model, cross_entropy, p, x, y)
+        p["unused"] = normal(2, 2)
+        found = kfac(model, cross_entropy, fisher="exact")(p, x, y)
+        size = p["table"].size
+        start = p["kernel"].size
+        np.testing.assert_allclose(found.blocks[1].dense(), expected[start : start + size, start : start + size], 1e-10)
+        report = kfac(model, cross_entropy, fisher="exact").explain(p, x, y)
+        forms = dict(report.blocks)
+        assert forms["p['table']"] == "exact, a matrix of 28 rows"
+        assert forms["p['kernel']"] == "Kronecker product, 12 x 4"
+        assert forms["p['unused']"] == "diagonal, 4 numbers"
+        monkeypatch.setattr(_kfac, "_LARGEST_BLOCK", 20)
+        found = kfac(model, cross_entropy, fisher="exact")(p, x, y)
+        np.testing.assert_allclose(
+            found.blocks[1].diagonal().ravel(), np.diag(expected)[start : start + size], rtol=1e-10
+        )
+
+
+def factors_of(name: str, **options: Any) -> tuple[KroneckerFactors, Any]:
+    model, p, x, y = MODELS[name]()
+    return kfac(model, cross_entropy, **({"fisher": "exact"} | options))(p, x, y), p
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("largest", [(4096, 1024), (3, 1)])
+def test_methods_agree_with_the_dense_matrix(name: str, largest: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_kfac, "_LARGEST_SIDE", largest[0])
+    monkeypatch.setattr(_kfac, "_LARGEST_BLOCK", largest[1])
+    with jax.enable_x64(True):
+        found, p = factors_of(name)
+        d = np.asarray(found.dense())
+        flat, unravel = ravel_pytree(p)
+        v, damped = np.asarray(normal(flat.size)), d + 0.1 * np.eye(len(d))
+        np.testing.assert_allclose(d, d.T, atol=1e-14)
+        assert np.linalg.eigvalsh(d)[0] > -1e-12
+        of = lambda name, *args: np.asarray(ravel_pytree(getattr(found, name)(unravel(v), *args))[0])
+        np.testing.assert_allclose(of("matvec"), d @ v, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(of("solve", 0.1), np.linalg.solve(damped, v), rtol=1e-9, atol=1e-11)
+        values, vectors = np.linalg.eigh(damped)
+        np.testing.assert_allclose(of("sqrt_solve", 0.1), vectors @ (vectors.T @ v / values**0.5), rtol=1e-8, atol=1e-9)
+        np.testing.assert_allclose(found.logdet(0.1), np.linalg.slogdet(damped)[1], rtol=1e-11)
+        np.testing.assert_allclose(found.trace(), d.trace(), rtol=1e-12)
+        np.testing.assert_allclose(ravel_pytree(found.diagonal())[0], np.diag(d), rtol=1e-12, atol=1e-15)
+        back = found.solve(jax.tree.map(lambda a, b: a + 0.1 * b, found.matvec(unravel(v)), unravel(v)), 0.1)
+        np.testing.assert_allclose(ravel_pytree(back)[0], v, rtol=1e-8, atol=1e-10)
+        np.testing.assert_allclose((3.0 * found).dense(), 3 * d, rtol=1e-12, atol=1e-15)
+
+
+def test_factors_of_batches_are_averaged() -> None:
+    with jax.enable_x64(True):
+        model, p, x, y = MODELS["attention"]()
+        of = jax.jit(kfac(model, cross_entropy, fisher="exact"))
+        one, other, whole = of(p, x[:2], y[:2]), of(p, x[2:], y[2:]), of(p, x, y)
+        both = one * 0.4 + 0.6 * other
+        np.testing.assert_allclose(both.dense(), whole.dense(), rtol=1e-11, atol=1e-14)
+    with pytest.raises(ValueError, match=r"^KroneckerFactors: factors can be added if they have the same parameters"):
+        one + factors_of("perceptron")[0]
+
+
+def test_samples_have_the_exact_factor_as_their_mean() -> None:
+    """Entries of ggᵀ have a variance of at most 2 GᵢᵢGⱼⱼ; six standard deviations of 45 entries fail once in 10⁷."""
+    repeats = 800
+    with jax.enable_x64(True):
+        model, p, x, y = MODELS["perceptron"]()
+        tiled = jnp.tile(x, (repeats, 1)), jnp.tile(y, repeats)
+        of = jax.jit(kfac(model, cross_entropy))
+        found = of(p, *tiled, jax.random.key(0))
+        exact = [kfac(model, cross_entropy, fisher="exact")(p, x[i : i + 1], y[i : i + 1]) for i in range(N)]
+        for leaf in (2, 3):
+            each = np.stack([one.blocks[leaf].right[0] for one in exact])
+            diagonals = np.diagonal(each, axis1=1, axis2=2)
+            deviation = np.sqrt((2 * diagonals[:, :, None] * diagonals[:, None, :]).mean(0) / (N * repeats))
+            assert (np.abs(found.blocks[leaf].right[0] - each.mean(0)) < 6 * deviation).all()
+        other = of(p, *tiled, jax.random.key(1))
+        assert not np.allclose(found.blocks[3].right, other.blocks[3].right, rtol=1e-6)
+
+
+def test_the_empirical_factor_has_gradients_of_the_loss() -> None:
+    with jax.enable_x64(True):
+        model, p, x, y = MODELS["perceptron"]()
+        found = kfac(model, cross_entropy, fisher="empirical")(p, x, y)
+        each = jax.vmap(jax.grad(lambda p, x, y: cross_entropy(model(p, x[None]), y[None])), (None, 0, 0))(p, x, y)
+        np.testing.assert_allclose(found.blocks[0].matrix, each["b"].T @ each["b"] / N, rtol=1e-11)
+        np.testing.assert_allclose(found.blocks[0].matrix, found.blocks[3].right[0], rtol=1e-11)
+
+
+def test_modules_members_and_pytrees() -> None:
+    net = nnx.Sequential(nnx.Linear(4, 6, rngs=nnx.Rngs(0)), nnx.tanh, nnx.Linear(6, 3, rngs=nnx.Rngs(1)))
+    x, y = jnp.float32(normal(N, 4)), labels(3, N)
+    found = jax.jit(lambda net: kfac(lambda net, x: net(x), cross_entropy, fisher="exact")(net, x, y))(net)
+    layers = nnx.to_pure_dict(nnx.state(net, nnx.Param))["layers"]
+    p = {
+        "w": layers[0]["kernel"],
+        "b": layers[0]["bias"],
+        "v": layers[2]["kernel"],
+        "c": layers[2]["bias"],
+    }
+    plain = lambda p, x: jnp.tanh(x @ p["w"] + p["b"]) @ p["v"] + p["c"]
+    expected = kfac(plain, cross_entropy, fisher="exact")(p, x, y)
+    for one, other in zip(found.blocks, [expected.blocks[i] for i in (0, 3, 1, 2)], strict=True):
+        np.testing.assert_allclose(one.dense(), other.dense(), rtol=1e-4, atol=1e-6)
+    solved = found.solve(nnx.state(net, nnx.Param), 0.1)
+    assert jax.tree.structure(solved) == jax.tree.structure(nnx.state(net, nnx.Param))
+    members = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), p)
+    together = jax.vmap(kfac(plain, cross_entropy, fisher="exact"), (0, None, None))(members, x, y)
+    second = kfac(plain, cross_entropy, fisher="exact")(jax.tree.map(lambda a: 2 * a, p), x, y)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a[1], b, rtol=1e-4, atol=1e-6), together, second)
+
+
+def test_a_model_that_cannot_be_mapped_has_exact_blocks() -> None:
+    """A random number from a key that draws others under `jax.vmap`: gradients are held, one example at a time."""
+    key = jax.random.key(0, impl="rbg")
+
+    def noisy(p: Any, x: Any) -> Any:
+        return lax.cond(True, lambda: perceptron(p, x) * jax.random.normal(key, ()), lambda: perceptron(p, x))
+
+    with jax.enable_x64(True):
+        _, p, x, y = MODELS["perceptron"]()
+        found = kfac(noisy, cross_entropy, fisher="exact")(p, x, y)
+        expected = dense(noisy, cross_entropy, p, x, y)
+        offset = 0
+        for block, leaf in zip(found.blocks, jax.tree.leaves(p), strict=True):
+            part = expected[offset : offset + leaf.size, offset : offset + leaf.size]
+            np.testing.assert_allclose(block.dense(), part, rtol=1e-9, atol=1e-13)
+            offset += leaf.size
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    found, p = factors_of("perceptron")
+    with pytest.raises(ValueError, match=r"^KroneckerFactors.matvec: v has the structure .*; pass a pytree like them"):
+        found.matvec([jnp.ones(3)])
+    with pytest.raises(ValueError, match=r"^KroneckerFactors.solve: v has .* where a parameter is "):
+        found.solve(p | {"b": jnp.ones(7)}, 0.1)
+    model, p, x, y = MODELS["perceptron"]()
+    with pytest.raises(TypeError, match=r"^kfac: key must be one key"):
+        kfac(model, cross_entropy)(p, x, y)
+    with pytest.raises(ValueError, match=r"^kfac: no samples are drawn"):
+        kfac(model, cross_entropy, fisher="exact")(p, x, y, jax.random.key(0))
+    with pytest.raises(ValueError, match=r"^kfac: fisher must be"):
+        kfac(model, cross_entropy, fisher="none")

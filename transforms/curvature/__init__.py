@@ -1,0 +1,14 @@
+"""Curvature of the loss of a model: Gauss-Newton matrices, for any JAX function.
+
+`_output_hessian` finds the form of the Hessian of a loss by the outputs of an example, and a square root of it.
+`_outputs` computes the gradients of its columns, or of samples, at the parameter uses of a model, which
+`privacy/_per_example` finds.
+`_diagonal` sums their squares. `_kfac` multiplies activations with themselves, and gradients with themselves, to the
+blocks of `_kronecker`.
+"""
+
+from ._diagonal import ggn_diagonal
+from ._kfac import kfac
+from ._kronecker import KroneckerFactors
+
+__all__ = ["KroneckerFactors", "ggn_diagonal", "kfac"]
