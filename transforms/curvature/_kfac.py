@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from .._core.arguments import Argnums, check_choice, wrap_like
+from .._core.jaxpr import IDENTITIES
 from .._statistics.statistic import Chunks, Statistic, in_chunks
 from .._statistics.use_gradients import OutputGradients, UseGradients, one_at_a_time
-from ..privacy._per_example.gradient_forms import Dense, OuterProduct, RowSparse, widened, without_transposes
+from ..privacy._per_example.gradient_forms import Dense, RowSparse, widened, without_transposes
 from ..privacy._per_example.loss import on_any_mesh
 from ..privacy._per_example.methods import MethodChoice
 from ..privacy._per_example.norms import ExampleGradients
@@ -21,6 +22,8 @@ from ._kronecker import Block, DiagonalBlock, FullBlock, KroneckerBlock, Kroneck
 from ._outputs import ModelAndLoss, OfBatch, Seeds, check_samples
 
 WeightSharing = Literal["expand", "reduce"]
+# Operations on a parameter that keep its axes. Of their elements they change at most the sign of all, or the dtype.
+_KEEPING_AXES = frozenset(["convert_element_type", "neg", *IDENTITIES])
 # A larger side of a Kronecker product, such as a vocabulary, is kept as its diagonal.
 _LARGEST_SIDE = 4096
 # A parameter without a Kronecker product gets an exact block if it has at most this many numbers.
@@ -193,24 +196,43 @@ def _axes(use: ParameterUse, form: Any, single: bool) -> Any:
     Args:
       use: the use.
       form: the form.
-      single: whether this is the only use of the parameter; the forms of several have axes of the parameter.
+      single: whether this is the only use of the parameter. The forms of several were merged, with the axes of the
+        parameter before its last transposes.
     """
-    base, order = without_transposes(use)
-    if base is None or any(entry[0] != "slice" for entry in base):
-        return None
-    if isinstance(form, RowSparse):
-        axes: Any = ((), (0,), tuple(range(1, len(order))))
-    elif isinstance(form, OuterProduct) and form.axes is not None:
-        axes = (form.with_axes(order) if single else form).axes
-    elif use.eqn.primitive.name == "conv_general_dilated" and use.eqn.params["feature_group_count"] == 1:
+    if use.eqn.primitive.name == "conv_general_dilated" and use.eqn.params["feature_group_count"] == 1:
         spec = use.eqn.params["dimension_numbers"].rhs_spec
-        axes = tuple(tuple(order[axis] for axis in some) for some in ((), (*spec[2:], spec[1]), spec[:1]))
+        axes: Any = ((), (*spec[2:], spec[1]), spec[:1])
+    elif isinstance(form, RowSparse):
+        axes = ((), (0,), tuple(range(1, len(use.aval.shape))))
     else:
+        axes = getattr(form, "axes", None)
+    found = _moved_axes(use.value.layout if single else without_transposes(use)[0], len(use.aval.shape))
+    if axes is None or found is None:
         return None
-    # In a loop over slices of the parameter, its first axes are the iterations.
-    loops = len(base)
-    stack, p, d = (tuple(axis + loops for axis in some) for some in axes)
-    return (*range(loops), *stack), p, d
+    loops, order = found
+    stack, p, d = (tuple(order[axis] for axis in some) for some in axes)
+    return (*loops, *stack), p, d
+
+
+def _moved_axes(layout: Any, ndim: int) -> tuple[list[int], list[int]] | None:
+    """Return the axes of a parameter over which loops iterate, and which of its axes the axes of an operand are.
+
+    Args:
+      layout: the operations that turn the parameter into the operand, or None.
+      ndim: the number of axes of the operand.
+    """
+    if layout is None:
+        return None
+    loops: list[int] = []
+    order = list(range(ndim + sum(name == "slice" for name, *_ in layout)))
+    for name, *given in layout:
+        if name == "slice":  # the iterations of a loop
+            loops.append(order.pop(0))
+        elif name == "transpose":
+            order = [order[axis] for axis in given[0]]
+        elif name not in _KEEPING_AXES:
+            return None
+    return loops, order
 
 
 def _block(part: OutputGradients, axes: Any, shape: tuple[int, ...], sharing: WeightSharing) -> Block:

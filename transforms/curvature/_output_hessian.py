@@ -227,12 +227,13 @@ class OutputHessian:
     def prepare(self, outputs: jax.Array, others: Sequence[Any]) -> list[Any]:
         """Compute what `apply` needs for one example, which is NaN where the Hessian is indefinite."""
         gradient = jax.grad(self._loss)
-        # The Hessian of a negative log-likelihood is as large as squares of its gradient, and so are rounding errors.
-        scale = jnp.square(gradient(outputs, others)).max(initial=0)
+        # Where a negative log-likelihood is almost certain, its Hessian is a difference of numbers like squares of its
+        # gradient.
+        scale = jnp.minimum(jnp.square(gradient(outputs, others)).max(initial=0), 1)
         if not self._is_known:
             hessian = jax.hessian(self._loss)(outputs, others).reshape(2 * [outputs.size])
             values, vectors = jnp.linalg.eigh(hessian)
-            return [vectors * _root(values, outputs.size * (scale + jnp.abs(values).max(initial=0)))]
+            return [vectors * _root(values, outputs.size * scale)]
         zeros = [jnp.zeros(x.shape, x.dtype) for x in self._values]
         weights = jax.grad(lambda some: _evaluated(self._closed, outputs, others, some)[0])(zeros)
         sums = _evaluated(self._closed, outputs, others)[1]
@@ -245,7 +246,6 @@ class OutputHessian:
             return roots
         ones = jnp.ones_like(outputs)
         diagonal = jax.jvp(lambda outputs: gradient(outputs, others), (outputs,), (ones,))[1]
-        scale = scale + jnp.abs(diagonal).max(initial=0)
         for (n, axes), (p, weight) in zip(self._sums.items(), found, strict=True):
             moved = self._inputs(n, outputs, others)(ones)
             moved = weight * p * (moved - (p * moved).sum(axes, keepdims=True))
@@ -303,7 +303,8 @@ def _root(values: jax.Array, scale: Any) -> jax.Array:
 
     Args:
       values: the values.
-      scale: the size of what they are a difference of.
+      scale: the size of what they may be a difference of, besides the largest of them.
     """
-    least = -64 * jnp.finfo(values.dtype).eps * scale
+    eps = float(jnp.finfo(values.dtype).eps)
+    least = -jnp.maximum(eps**0.5 * jnp.abs(values).max(initial=0), 64 * eps * scale)
     return jnp.sqrt(jnp.where((values < 0) & (values >= least), 0, values))

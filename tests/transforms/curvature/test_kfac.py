@@ -140,6 +140,24 @@ def test_layers_of_a_scan_have_blocks_of_their_own() -> None:
         assert not found.blocks[1].dense()[:9, 9:].any()
 
 
+def test_casts_transposes_and_parts_of_a_parameter() -> None:
+    with jax.enable_x64(True):
+        p, x, y = {"w": normal(3, 4), "v": normal(3, 6)}, normal(N, 4), labels(3, N)
+        plain = lambda p, x: jnp.tanh(x @ p["w"].T) @ p["v"][:, :3]
+        moved = lambda p, x: jnp.tanh(x @ -p["w"].astype(jnp.float32).astype(jnp.float64).T) @ -p["v"][:, :3]
+        one, two = (kfac(model, cross_entropy, fisher="exact") for model in (plain, moved))
+        forms = dict(one.explain(p, x, y).blocks)
+        assert forms == {"p['w']": "Kronecker product, 4 x 3", "p['v']": "exact, a matrix of 18 rows"}
+        assert dict(two.explain(p, x, y).blocks) == forms
+        w, v = np.asarray(one(p, x, y).blocks[1].dense()), np.asarray(one(p, x, y).blocks[0].dense())
+        other = kfac(lambda p, x: jnp.tanh(x @ p["w"]) @ p["v"][:, :3], cross_entropy, fisher="exact")
+        upright = np.asarray(other(p | {"w": p["w"].T}, x, y).blocks[1].dense()).reshape(4, 3, 4, 3)
+        np.testing.assert_allclose(w, upright.transpose(1, 0, 3, 2).reshape(12, 12), rtol=1e-11, atol=1e-14)
+        expected = dense(plain, cross_entropy, p, x, y)
+        np.testing.assert_allclose(v, expected[:18, :18], rtol=1e-10, atol=1e-13)
+        np.testing.assert_allclose(two(p, x, y).blocks[1].dense(), w, rtol=1e-4, atol=1e-6)
+
+
 def test_rows_of_a_table_and_large_sides_are_diagonal(monkeypatch: pytest.MonkeyPatch) -> None:
     with jax.enable_x64(True):
         p, tokens, y = {"table": normal(7, 4), "out": normal(4, 7)}, labels(7, N, 6), labels(7, N, 6)
