@@ -91,6 +91,7 @@ def ggn_diagonal(
         """Return the diagonal for these arguments."""
         batch, compute = prepare(args, key)
         sums = chunks.results(batch.outputs, compute)
+        batch.check_definite(sums)
         return batch.outputs.gradients([x / (batch.outputs.size * (samples or 1)) for x in sums], bare)
 
     def explain(*args: Any, key: Any = None) -> Any:

@@ -13,11 +13,12 @@ from .._core.arguments import Argnums, check_choice, wrap_like
 from .._core.jaxpr import IDENTITIES
 from .._statistics.statistic import Chunks, Statistic, in_chunks
 from .._statistics.use_gradients import OutputGradients, UseGradients, one_at_a_time
-from ..privacy._per_example.gradient_forms import Dense, RowSparse, widened, without_transposes
+from ..privacy._per_example.gradient_forms import Dense, RowSparse, widened
 from ..privacy._per_example.loss import on_any_mesh
 from ..privacy._per_example.methods import MethodChoice
 from ..privacy._per_example.norms import ExampleGradients
 from ..privacy._per_example.parameter_uses import ParameterUse
+from ..privacy._per_example.rules import sides_of_product, takes_rows
 from ._kronecker import Block, DiagonalBlock, FullBlock, KroneckerBlock, KroneckerFactors
 from ._outputs import ModelAndLoss, OfBatch, Seeds, check_samples
 
@@ -125,7 +126,9 @@ def kfac(
         of = batch.outputs
         # The parameters in the structure of their gradients, which may have them in another order, or without some.
         numbers = of.gradients(list(range(len(of.parameters))), bare)
-        found = {i: block.scaled(1 / of.size) for i, block in chunks.results(of, compute).items()}
+        sums = chunks.results(of, compute)
+        batch.check_definite(sums)
+        found = {i: block.scaled(1 / of.size) for i, block in sums.items()}
         blocks = (_with_mass(found[i], 1.0) for i in jax.tree.leaves(numbers))
         return KroneckerFactors(tuple(blocks), jax.tree.structure(numbers))
 
@@ -179,9 +182,10 @@ def _in_forms(found: ExampleGradients) -> list[UseGradients]:
     for group, forms in found.groups:
         leaves = frozenset[int]().union(*(found.uses[n].value.leaves for n in group))
         alone = sum(not leaves.isdisjoint(found.uses[n].value.leaves) for n in range(len(found.uses))) == len(group)
-        if forms is not None and len(forms) == len(leaves) == 1 and alone:
-            ((n, form),) = forms.items()
-            axes = _axes(found.uses[n], form, len(group) == 1)
+        # Several uses have one product if they multiply the same axes: then positions of one are like those of another.
+        every = {_axes(found.uses[n]) for n in group}
+        if forms is not None and len(forms) == len(leaves) == len(every) == 1 and alone:
+            ((n, form),), (axes,) = forms.items(), every
             if axes is not None and not isinstance(form, Dense):
                 result.append(UseGradients(leaves, n, form, axes))
                 continue
@@ -190,24 +194,20 @@ def _in_forms(found: ExampleGradients) -> list[UseGradients]:
     return result + [UseGradients(frozenset([leaf]), None, Dense(x)) for leaf, x in materialized.items()]
 
 
-def _axes(use: ParameterUse, form: Any, single: bool) -> Any:
-    """Return the axes of the parameter that are the stack, p and d of a form; None if these are not whole axes.
-
-    Args:
-      use: the use.
-      form: the form.
-      single: whether this is the only use of the parameter. The forms of several were merged, with the axes of the
-        parameter before its last transposes.
-    """
-    if use.eqn.primitive.name == "conv_general_dilated" and use.eqn.params["feature_group_count"] == 1:
+def _axes(use: ParameterUse) -> Any:
+    """Return the axes of the parameter that are the stack, p and d of its form; None if these are not whole axes."""
+    name, ndim = use.eqn.primitive.name, len(use.aval.shape)
+    if name == "conv_general_dilated" and use.operand == 1 and use.eqn.params["feature_group_count"] == 1:
         spec = use.eqn.params["dimension_numbers"].rhs_spec
         axes: Any = ((), (*spec[2:], spec[1]), spec[:1])
-    elif isinstance(form, RowSparse):
-        axes = ((), (0,), tuple(range(1, len(use.aval.shape))))
+    elif name == "dot_general":
+        axes = sides_of_product(use)
+    elif takes_rows(use):
+        axes = ((), (0,), tuple(range(1, ndim)))
     else:
-        axes = getattr(form, "axes", None)
-    found = _moved_axes(use.value.layout if single else without_transposes(use)[0], len(use.aval.shape))
-    if axes is None or found is None:
+        return None
+    found = _moved_axes(use.value.layout, ndim)
+    if found is None:
         return None
     loops, order = found
     stack, p, d = (tuple(order[axis] for axis in some) for some in axes)

@@ -13,6 +13,7 @@ from jax.scipy.linalg import block_diag
 from jax.tree_util import register_dataclass
 
 from .._core.arguments import describe
+from .._core.compat import Tracer
 
 _STATIC: Any = {"static": True}
 
@@ -43,32 +44,36 @@ class KroneckerBlock:
         stack = f"{len(self.left)} times " if len(self.left) != 1 else ""
         return f"Kronecker product, {stack}{sides[0]} x {sides[1]}"
 
+    @property
+    def _divisor(self) -> jax.Array:
+        return jnp.where(self.mass == 0, 1, self.mass)  # zero times a block has factors of zero
+
     def multiply(self, x: jax.Array) -> jax.Array:
         """Return the product of the block with an array like the parameter."""
-        return self._back(_times(self.left, self._split(x), 1, False) / self.mass, self.right)
+        return self._back(_times(self.left, self._split(x), 1, False) / self._divisor, self.right)
 
     def spectral(self, fun: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
         """Return the product with a function of the block, which acts on its eigenvalues."""
         (left, of_left), (right, of_right) = _eigen(self.left), _eigen(self.right)
-        scale = fun(left[:, :, None] * right[:, None, :] / self.mass)
+        scale = fun(left[:, :, None] * right[:, None, :] / self._divisor)
         within = _times(of_right, _times(of_left, self._split(x), 1, True), 2, True)
         return self._merged(_times(of_right, _times(of_left, within * scale, 1, False), 2, False))
 
     def eigenvalues(self) -> jax.Array:
         """Return the eigenvalues."""
         left, right = _eigen(self.left)[0], _eigen(self.right)[0]
-        return left[:, :, None] * right[:, None, :] / self.mass
+        return left[:, :, None] * right[:, None, :] / self._divisor
 
     def diagonal(self) -> jax.Array:
         """Return the diagonal, like the parameter."""
         left, right = _diagonal(self.left), _diagonal(self.right)
-        return self._merged(left[:, :, None] * right[:, None, :] / self.mass)
+        return self._merged(left[:, :, None] * right[:, None, :] / self._divisor)
 
     def dense(self) -> jax.Array:
         """Return the block as a matrix, in the order of the flattened parameter."""
         left, right = (jax.vmap(jnp.diag)(x) if x.ndim == 2 else x for x in (self.left, self.right))
         s, p, d = len(left), left.shape[1], right.shape[1]
-        blocks = jnp.einsum("spq,sde->spdqe", left, right, precision="highest") / self.mass
+        blocks = jnp.einsum("spq,sde->spdqe", left, right, precision="highest") / self._divisor
         full = jnp.zeros((s, p, d, s, p, d), blocks.dtype).at[jnp.arange(s), :, :, jnp.arange(s)].set(blocks)
         columns = jax.vmap(self._merged, -1, -1)(full.reshape(s, p, d, -1))
         columns = columns.reshape(-1, s, p, d)
@@ -261,9 +266,11 @@ class KroneckerFactors:
         return replace(self, blocks=tuple(one.plus(two) for one, two in pairs))
 
     def __mul__(self, scale: Any) -> KroneckerFactors:
-        """Return D times a number."""
+        """Return D times a number, which must not be negative."""
         if jnp.ndim(scale):
             return NotImplemented
+        if not isinstance(scale, Tracer) and scale < 0:
+            raise ValueError(f"KroneckerFactors: the matrix is positive semi-definite; {scale} times it is not.")
         return replace(self, blocks=tuple(block.scaled(scale) for block in self.blocks))
 
     __rmul__ = __mul__

@@ -120,10 +120,7 @@ class _Evaluation:
         if name in CALLS:
             if not name.startswith("custom"):
                 return self._inside(*called(eqn), pairs)
-            # The program of a function with derivatives of its own shows how its results depend on the outputs.
-            inner = _Evaluation()
-            found = [_UNKNOWN if inner.sums else x for x, _ in inner._inside(*called(eqn), pairs)]
-            return list(zip(found, evaluate(eqn, *values), strict=True))
+            return list(zip(self._of_custom(eqn, pairs), evaluate(eqn, *values), strict=True))
         results = evaluate(eqn, *values)
         known = self._dependence(eqn, pairs)
         if name == "log" and known is not None and known.sums and not known.mixed:
@@ -133,6 +130,22 @@ class _Evaluation:
             self.sums.append(LogSumExp(inputs, axes, results[0]))
         return [(known if jnp.issubdtype(x.dtype, jnp.inexact) else None, x) for x in results]
 
+    def _of_custom(self, eqn: JaxprEqn, pairs: list[Any]) -> list[Dependence | None]:
+        """Return how the results of a function with derivatives of its own depend on the outputs.
+
+        Its program shows which outputs each number depends on. The derivatives may be others than those of the program,
+        for example those of the identity for a function that rounds.
+        """
+        found: list[Dependence | None] = []
+        for (known, _), out in zip(_Evaluation()._inside(*called(eqn), pairs), eqn.outvars, strict=True):
+            if not jnp.issubdtype(aval(out).dtype, jnp.inexact):
+                found.append(None)
+            elif known is None or not known.single or known.sums or known.mixed:
+                found.append(_UNKNOWN)
+            else:
+                found.append(known._replace(curved=True, exp_of=None))
+        return found
+
     def _dependence(self, eqn: JaxprEqn, pairs: list[Any]) -> Dependence | None:
         """Return how the results of an operation depend on the outputs."""
         name, sizes = eqn.primitive.name, [aval(x).size for x in (*eqn.invars, *eqn.outvars)]
@@ -140,6 +153,8 @@ class _Evaluation:
         if name in _FLAT:
             return None
         one = known[0] if len(known) == 1 else None
+        if one is not None and name == "convert_element_type" and not (one.exp_of is None and one.sum_of is None):
+            return one
         if one is not None and one.sum_of is not None:
             if name == "abs" or (name in _MOVES and sizes[0] == sizes[-1] and name != "rev" and _keeps_order(eqn)):
                 return one
@@ -233,24 +248,27 @@ class OutputHessian:
         if not self._is_known:
             hessian = jax.hessian(self._loss)(outputs, others).reshape(2 * [outputs.size])
             values, vectors = jnp.linalg.eigh(hessian)
-            return [vectors * _root(values, outputs.size * scale)]
+            return [vectors * _root(values, scale)]
         zeros = [jnp.zeros(x.shape, x.dtype) for x in self._values]
         weights = jax.grad(lambda some: _evaluated(self._closed, outputs, others, some)[0])(zeros)
         sums = _evaluated(self._closed, outputs, others)[1]
         found = []
         for n, axes in self._sums.items():
             kept = [1 if axis in axes else size for axis, size in enumerate(sums[n].inputs.shape)]
-            found.append((jax.nn.softmax(sums[n].inputs, axis=axes), weights[n].reshape(kept)))
+            inputs = sums[n].inputs.astype(outputs.dtype)
+            found.append((jax.nn.softmax(inputs, axis=axes), weights[n].astype(outputs.dtype).reshape(kept)))
         roots: list[Any] = [(p, _root(weight, scale)) for p, weight in found]
         if not self._is_curved:
             return roots
         ones = jnp.ones_like(outputs)
-        diagonal = jax.jvp(lambda outputs: gradient(outputs, others), (outputs,), (ones,))[1]
+        diagonal = with_softmax = jax.jvp(lambda outputs: gradient(outputs, others), (outputs,), (ones,))[1]
         for (n, axes), (p, weight) in zip(self._sums.items(), found, strict=True):
-            moved = self._inputs(n, outputs, others)(ones)
-            moved = weight * p * (moved - (p * moved).sum(axes, keepdims=True))
-            diagonal = diagonal - self._back(n, outputs, others)(moved)
-        return [_root(diagonal, scale), *roots]
+            like, back = self._inputs(n, outputs, others)
+            moved = jax.linear_transpose(back, like)(ones)[0].astype(ones.dtype)
+            moved = back(weight * p * (moved - (p * moved).sum(axes, keepdims=True)))
+            scale = jnp.maximum(scale, jnp.maximum(jnp.abs(moved).max(initial=0), (jnp.abs(weight) * p).max(initial=0)))
+            diagonal = diagonal - moved
+        return [_root(diagonal, jnp.maximum(scale, jnp.abs(with_softmax).max(initial=0))), *roots]
 
     def apply(self, prepared: list[Any], outputs: jax.Array, others: Sequence[Any], noises: Sequence[Any]) -> Any:
         """Return the product of R with vectors, an array like the outputs.
@@ -270,24 +288,21 @@ class OutputHessian:
         for (n, axes), (p, weight), noise in zip(self._sums.items(), prepared[first:], noises[first:], strict=True):
             root = jnp.sqrt(p)
             moved = weight * (root * noise - p * (root * noise).sum(axes, keepdims=True))
-            total = total + self._back(n, outputs, others)(moved)
+            total = total + self._inputs(n, outputs, others)[1](moved)
         return total
 
     def _loss(self, outputs: Any, others: Sequence[Any]) -> Any:
         return jax.core.eval_jaxpr(self._closed.jaxpr, self._closed.consts, outputs, *others)[0]
 
-    def _inputs(self, n: int, outputs: Any, others: Sequence[Any]) -> Callable[[Any], Any]:
-        """Return the linear part of the inputs of a logsumexp as a function of the outputs."""
+    def _inputs(self, n: int, outputs: Any, others: Sequence[Any]) -> tuple[Any, Callable[[Any], Any]]:
+        """Return the shape and dtype of the inputs of a logsumexp, and the transpose of their linear part."""
 
         def inputs(outputs: Any) -> Any:
             return _evaluated(self._closed, outputs, others)[1][n].inputs
 
-        return lambda tangent: jax.jvp(inputs, (outputs,), (tangent,))[1]
-
-    def _back(self, n: int, outputs: Any, others: Sequence[Any]) -> Callable[[Any], Any]:
-        """Return its transpose."""
-        transposed = jax.linear_transpose(self._inputs(n, outputs, others), outputs)
-        return lambda cotangent: transposed(cotangent)[0]
+        # In reverse mode, since functions with a `jax.custom_vjp` elsewhere in the loss have no forward mode.
+        found, pull = jax.vjp(inputs, outputs)
+        return jax.ShapeDtypeStruct(found.shape, found.dtype), lambda x: pull(x.astype(found.dtype))[0]
 
 
 def _evaluated(
@@ -306,5 +321,5 @@ def _root(values: jax.Array, scale: Any) -> jax.Array:
       scale: the size of what they may be a difference of, besides the largest of them.
     """
     eps = float(jnp.finfo(values.dtype).eps)
-    least = -jnp.maximum(eps**0.5 * jnp.abs(values).max(initial=0), 64 * eps * scale)
+    least = -jnp.maximum(eps**0.5 * jnp.abs(values).max(initial=0), 256 * eps * scale)
     return jnp.sqrt(jnp.where((values < 0) & (values >= least), 0, values))

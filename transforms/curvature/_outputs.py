@@ -69,6 +69,9 @@ class OfBatch:
 
     def __init__(self, api: str, outputs: PerExample, loss: Callable[..., Any], y: Any) -> None:
         self._api, self.outputs = api, outputs
+        for name, x in zip(outputs.names(), outputs.parameters, strict=True):
+            if jnp.iscomplexobj(x):
+                raise TypeError(f"{api}: `{name}` is {describe(x)}; pass its real and imaginary parts.")
         leaves = jax.tree.leaves_with_path(y)
         for path, leaf in leaves:
             if tuple(getattr(leaf, "shape", ()))[:1] != (outputs.size,):
@@ -120,7 +123,6 @@ class OfBatch:
             seeds = jax.vmap(jax.grad(self._loss))(values, given)
             return self._for_each(lambda vector: use(inputs, seeds * vector[0]), 1, mapped)
         prepared = jax.vmap(hessian.prepare)(values, given)
-        check_definite(self._api, prepared)
 
         def seed_of(vector: jax.Array, prepared: Any, outputs: Any, given: Any, number: Any) -> Any:
             """Return the column or the sample that a unit vector selects, for one example."""
@@ -141,6 +143,20 @@ class OfBatch:
 
         return self._for_each(gradients, hessian.columns if kind == "exact" else samples, mapped)
 
+    def check_definite(self, results: Any) -> None:
+        """Raise if results that are not traced are NaN because the Hessian of an example is indefinite."""
+        found = jax.tree.leaves(results)
+        if any(isinstance(x, Tracer) for x in (*found, *self.examples, *self.outputs.parameters)):
+            return
+        if not any(bool(jnp.isnan(x).any()) for x in found):
+            return
+        of, (*given, _) = self.outputs, self.examples[self._count :]
+        values = jax.vmap(lambda example: of.loss(of.parameters, example)[0])(self.examples[: self._count])
+        roots = jax.tree.leaves(jax.vmap(self.hessian.prepare)(values.astype(self._out.dtype), given))
+        finite = bool(jnp.isfinite(values).all())
+        if finite and any(bool(jnp.isnan(x).any()) for x in roots):
+            raise ValueError(f"{self._api}: the Hessian of the loss by the outputs is indefinite; pass a convex loss.")
+
     def _for_each(
         self, gradients: Callable[[jax.Array], list[UseGradients]], count: int, mapped: bool
     ) -> tuple[list[OutputGradients], list[UseGradients]]:
@@ -160,13 +176,6 @@ def check_samples(api: str, samples: bool, key: Any) -> None:
         check_key(api, key)
     elif key is not None:
         raise ValueError(f"{api}: no samples are drawn, so the key has no use; leave it out.")
-
-
-def check_definite(api: str, prepared: Any) -> None:
-    """Raise if a Hessian is indefinite, outside of `jax.jit`."""
-    for leaf in jax.tree.leaves(prepared):
-        if not isinstance(leaf, Tracer) and bool(jnp.isnan(leaf).any()):
-            raise ValueError(f"{api}: the Hessian of the loss by the outputs is indefinite; pass a convex loss.")
 
 
 def _split(vector: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:

@@ -211,6 +211,12 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         of(p, x, y, jax.random.key(0))
     with pytest.raises(ValueError, match=r"^ggn_diagonal: the Hessian of the loss by the outputs is indefinite"):
         ggn_diagonal(model, lambda o, y: -square(o, y))(p, x, jnp.zeros((N, 3)))
+    with pytest.raises(ValueError, match=r"^ggn_diagonal: the Hessian of the loss by the outputs is indefinite"):
+        ggn_diagonal(model, lambda o, y: -square(o, y), chunk_size=2)(p, x, jnp.zeros((N, 3)))
+    with pytest.raises(TypeError, match=r"^ggn_diagonal: `p` is .*; pass its real and imaginary parts"):
+        ggn_diagonal(lambda p, x: (x @ p).real, cross_entropy)(jnp.ones((4, 3), jnp.complex64), x, y)
+    broken = ggn_diagonal(model, cross_entropy)(p | {"s": jnp.nan * p["s"]}, x, y)
+    assert jnp.isnan(broken["w"]).all()
     with pytest.raises(TypeError, match=r"^ggn_diagonal: pass the parameters, a batch x and labels y"):
         of(p, x)
     with pytest.raises(TypeError, match=r"^ggn_diagonal: samples must be"):

@@ -176,6 +176,24 @@ def test_rows_of_a_table_and_large_sides_are_diagonal(monkeypatch: pytest.Monkey
         np.testing.assert_allclose(reduced.blocks[1].left[0], np.square(shares).mean(0), rtol=1e-12)
 
 
+def test_rows_out_of_range_do_not_count() -> None:
+    with jax.enable_x64(True):
+        p, tokens = {"table": normal(6, 3)}, jnp.array([[0, 6], [1, 6], [2, 6], [3, -9]])
+        model = lambda p, tokens: jnp.take(p["table"], tokens, axis=0, fill_value=0.0).sum(1)
+        found = kfac(model, cross_entropy, fisher="exact")(p, tokens, jnp.zeros(4, int))
+        np.testing.assert_allclose(found.blocks[0].left[0], np.array([1, 1, 1, 1, 0, 0]) / 8, rtol=1e-12)
+
+
+def test_a_matrix_and_its_transpose_have_an_exact_block() -> None:
+    """The inputs of one use are like the gradients of the other, so positions of both cannot be averaged."""
+    with jax.enable_x64(True):
+        p, x, y = {"w": normal(5, 3)}, normal(N, 5), normal(N, 5)
+        model = lambda p, x: jnp.tanh(x @ p["w"]) @ p["w"].T
+        of = kfac(model, square, fisher="exact")
+        assert dict(of.explain(p, x, y).blocks) == {"p['w']": "exact, a matrix of 15 rows"}
+        np.testing.assert_allclose(of(p, x, y).dense(), dense(model, square, p, x, y), rtol=1e-11, atol=1e-14)
+
+
 def test_other_uses_have_exact_blocks_or_diagonals(monkeypatch: pytest.MonkeyPatch) -> None:
     """A table that is read and multiplied, a bias, and one that is not used."""
     with jax.enable_x64(True):
@@ -235,6 +253,12 @@ def test_factors_of_batches_are_averaged() -> None:
         one, other, whole = of(p, x[:2], y[:2]), of(p, x[2:], y[2:]), of(p, x, y)
         both = one * 0.4 + 0.6 * other
         np.testing.assert_allclose(both.dense(), whole.dense(), rtol=1e-11, atol=1e-14)
+        assert not (0.0 * one).dense().any()
+        np.testing.assert_array_equal((0.0 * one + other).trace(), other.trace())
+    with pytest.raises(
+        ValueError, match=r"^KroneckerFactors: the matrix is positive semi-definite; -1 times it is not"
+    ):
+        -1 * one
     with pytest.raises(ValueError, match=r"^KroneckerFactors: factors can be added if they have the same parameters"):
         one + factors_of("perceptron")[0]
 

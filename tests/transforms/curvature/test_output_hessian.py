@@ -31,6 +31,22 @@ def softened(x: Any) -> Any:
 softened.defjvps(lambda t, out, x: t * x / out)
 
 
+@jax.custom_jvp
+def rounded(x: Any) -> Any:
+    return jnp.round(x)
+
+
+rounded.defjvps(lambda t, out, x: t)
+
+
+@jax.custom_vjp
+def squared(x: Any) -> Any:
+    return jnp.square(x)
+
+
+squared.defvjp(lambda x: (jnp.square(x), x), lambda x, g: (2 * x * g,))
+
+
 # The loss of outputs (3, 4) and one more array, that array, and the form of the Hessian.
 LOSSES: dict[str, tuple[Callable[[Any, Any], Any], Any, str]] = {
     "cross-entropy": (lambda o, y: cross_entropy(o, y).mean(), LABELS, "softmax"),
@@ -52,6 +68,12 @@ LOSSES: dict[str, tuple[Callable[[Any, Any], Any], Any, str]] = {
     "Huber": (lambda o, t: optax.huber_loss(o, t).sum(), TARGETS, "diagonal"),
     "Poisson": (lambda o, t: jnp.mean(jnp.exp(o) - o * t), TARGETS, "diagonal"),
     "a rule of its own": (lambda o, t: softened(o - t).sum(), TARGETS, "diagonal"),
+    "a rule of another function": (lambda o, t: jnp.sum((rounded(o) - t) ** 2), TARGETS, "dense"),
+    "beside a backward rule": (
+        lambda o, t: jax.nn.logsumexp(o, axis=-1).sum() + squared(o - t).sum(),
+        TARGETS,
+        "diagonal + softmax",
+    ),
     "piecewise": (lambda o, t: jnp.where(o > t, o**2, 0).sum(), TARGETS, "diagonal"),
     "moved": (lambda o, t: jnp.sum(jnp.exp(o.T[::-1]) * t.T), np.abs(TARGETS), "diagonal"),
     "a penalty": (lambda o, y: cross_entropy(o, y).mean() + 0.1 * jnp.sum(o**2), LABELS, "diagonal + softmax"),
@@ -111,6 +133,30 @@ def test_a_root_times_its_transpose_is_the_hessian(name: str, size: float) -> No
 def test_an_indefinite_hessian_gives_nan(loss: Any) -> None:
     outputs = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4)), jnp.float32)
     assert np.isnan(root(loss, jnp.asarray(LABELS), outputs)[1]).any()
+
+
+def test_negative_by_rounding_is_not_indefinite() -> None:
+    """Next to the softmax of many tokens, a diagonal that is zero or tiny is a difference of larger numbers."""
+    outputs = jnp.asarray(np.random.default_rng(0).normal(size=(256, 8)), jnp.float32)
+    tokens = jnp.zeros(256, int)
+    for penalty in (lambda o: 1e-3 * jax.nn.relu(o - 3).mean(), lambda o: 1e-8 * jnp.square(o).mean()):
+        of = lambda o, others, penalty=penalty: cross_entropy(o, others[0]).mean() + penalty(o)
+        found = OutputHessian("test", of, outputs, [tokens])
+        assert found.form == "diagonal + softmax"
+        assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(found.prepare(outputs, [tokens])))
+    saddle = lambda o, _: o.sum() + 1e-3 * o[0, 0] * o[0, 1] + 0 * jnp.linalg.norm(o)
+    found = OutputHessian("test", saddle, outputs[:64], [tokens])
+    assert found.form == "dense"
+    assert jnp.isnan(found.prepare(outputs[:64], [tokens])[0]).any()
+
+
+def test_a_cast_to_half_precision_keeps_the_form() -> None:
+    outputs, labels = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4)), jnp.float32), jnp.asarray(LABELS)
+    loss = lambda o, y: cross_entropy(o.astype(jnp.bfloat16), y).mean()
+    found, r = root(loss, labels, outputs)
+    assert found.form == "softmax"
+    expected = np.reshape(jax.hessian(lambda o: cross_entropy(o, labels).mean())(outputs), (12, 12))
+    np.testing.assert_allclose(r @ r.T, expected, atol=2e-3)
 
 
 def test_many_outputs_need_a_known_form() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -38,14 +39,13 @@ def forms_at(
       values: the other operands, with leading axes for the examples and for all loops; None for parameter operands.
       cotangents: the cotangents of its outputs, with the same leading axes.
       spmd_axis_name: as for `jax.vmap`.
-      factors: whether outer products are returned as factors, even if these have more numbers than the gradients.
+      factors: whether outer products are returned as factors, even if these have more numbers than the gradients, and
+        rows that are out of range as a row behind the last one.
     """
-    if factors and len(uses) == 1 and uses[0].eqn.primitive.name == "conv_general_dilated" and uses[0].operand == 1:
-        found = _convolution(uses[0], operands[0], values, cotangents, factors=True)
-        if found is not None:
-            return [found]
     if len(uses) == 1:
         rule = _RULES.get((uses[0].eqn.primitive.name, uses[0].operand))
+        if factors and rule in (_convolution, _gather):
+            rule = partial(rule, factors=True)
         found = rule(uses[0], operands[0], values, cotangents) if rule else None
         if found is not None:
             return [found]
@@ -181,7 +181,9 @@ def _sum_over_positions(left: jax.Array, right: jax.Array) -> jax.Array:
     return jnp.einsum("bstp,bstd->bspd", left, right)
 
 
-def _gather(use: ParameterUse, operand: jax.Array, values: list[Any], cotangents: list[jax.Array]) -> RowSparse | None:
+def _gather(
+    use: ParameterUse, operand: jax.Array, values: list[Any], cotangents: list[jax.Array], *, factors: bool = False
+) -> RowSparse | None:
     """Handle a `gather` of whole rows of a table, such as an embedding lookup."""
     if not takes_rows(use):
         return None
@@ -194,6 +196,7 @@ def _gather(use: ParameterUse, operand: jax.Array, values: list[Any], cotangents
     rows = clipped_rows(use, index)
     if params["mode"] != lax.GatherScatterMode.CLIP:  # an out-of-range index has no gradient
         right = jnp.where((index == rows)[..., None], right, 0)
+        rows = jnp.where(index == rows, rows, shape[0]) if factors else rows
     return RowSparse(rows, right, shape[0], lambda gradient: gradient.reshape(operand.shape))
 
 
