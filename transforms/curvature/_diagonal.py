@@ -57,7 +57,8 @@ def ggn_diagonal(
     Cost:
       A forward pass, and a backward pass for each column of a square root of H: for one output per class, as many as
       classes. Or one for each sample: the standard error of an entry is √2 of it for one sample and one example, and
-      falls with the root of their number. The sum of squares at a use costs about as much as its gradient.
+      falls with the root of their number. The sum of squares at a use costs about as much as its gradient. All columns
+      are computed at once, and need memory in proportion to the square of their number: for many tokens, take samples.
 
     Source:
       `DiagGGNExact` and `DiagGGNMC` of BackPACK (Dangel et al. 2020).
