@@ -17,7 +17,7 @@ from ..privacy._per_example.loss import on_any_mesh
 from ..privacy._per_example.methods import MethodChoice
 from ..privacy._per_example.norms import ExampleGradients
 from ..privacy._per_example.report import Report
-from ._outputs import ModelAndLoss, OfBatch, Seeds, check_samples
+from ._outputs import ModelAndLoss, OfBatch, Seeds
 
 
 def ggn_diagonal(
@@ -39,8 +39,8 @@ def ggn_diagonal(
         shape (n, *out): a function, a module or a bound method. Each example must be computed by itself.
       loss: `loss(outputs, y)` returns the mean over the examples. H must not be indefinite.
       argnums: the parameters, as for `per_sample_grad`; the batch is the next argument.
-      samples: the number of samples of Hᐟ²ε, with normal ε, for each example, whose squares are averaged; None for the
-        exact diagonal.
+      samples: the number of samples of H^(1/2) ε, with normal ε, for each example, whose squares are averaged; None for
+        the exact diagonal.
       chunk_size: the number of examples to compute at a time.
       memory_budget: bytes, or a string as for `vmap`: the largest chunk whose compiled temporaries fit.
 
@@ -78,10 +78,7 @@ def ggn_diagonal(
 
     def prepare(args: tuple[Any, ...], key: Any) -> tuple[OfBatch, Callable[[MethodChoice], Any]]:
         """Return the outputs and the loss of a call, and a function that computes the sums by a route."""
-        if len(args) == both.position + 3 and key is None:
-            *args, key = args  # type: ignore[assignment]
-        check_samples(api, samples is not None, key)
-        batch = both.of(args[:-1], args[-1])
+        batch, key = both.of(args, key, samples=samples is not None)
 
         def compute(route: MethodChoice) -> Any:
             return in_chunks(lambda some: (_sums(batch, some, route, key, samples), ()), batch.examples, route)[0]

@@ -20,7 +20,7 @@ from ..privacy._per_example.norms import ExampleGradients
 from ..privacy._per_example.parameter_uses import ParameterUse
 from ..privacy._per_example.rules import sides_of_product, takes_rows
 from ._kronecker import Block, DiagonalBlock, FullBlock, KroneckerBlock, KroneckerFactors
-from ._outputs import ModelAndLoss, OfBatch, Seeds, check_samples
+from ._outputs import ModelAndLoss, OfBatch, Seeds
 
 WeightSharing = Literal["expand", "reduce"]
 # Operations on a parameter that keep its axes. Of their elements they change at most the sign of all, or the dtype.
@@ -66,8 +66,8 @@ def kfac(
       model: as for `ggn_diagonal`.
       loss: as for `ggn_diagonal`.
       argnums: as for `ggn_diagonal`.
-      fisher: the gradients g: "exact" sums over all columns r of a root of H, "mc" draws one Hᐟ²ε for each example, and
-        "empirical" takes the gradient of the loss.
+      fisher: the gradients g: "exact" sums over all columns of a root of H, "mc" draws one H^(1/2) ε for each example,
+        with normal ε, and "empirical" takes the gradient of the loss.
       weight_sharing: if a parameter is used at several positions of an example (tokens, pixels, steps of time),
         "expand" takes A as the mean of aaᵀ over positions too and G as the sum of ggᵀ. "reduce" takes the mean of a
         and the sum of g over positions first.
@@ -107,10 +107,7 @@ def kfac(
 
     def prepare(args: tuple[Any, ...], key: Any) -> tuple[OfBatch, Callable[[MethodChoice], Any]]:
         """Return the outputs and the loss of a call, and a function that computes the blocks by a route."""
-        if len(args) == both.position + 3 and key is None:
-            *args, key = args  # type: ignore[assignment]
-        check_samples(api, fisher == "mc", key)
-        batch = both.of(args[:-1], args[-1])
+        batch, key = both.of(args, key, samples=fisher == "mc")
 
         def compute(route: MethodChoice) -> Any:
             def blocks(some: Sequence[Any]) -> tuple[Any, tuple[()]]:

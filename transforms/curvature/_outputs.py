@@ -42,14 +42,27 @@ class ModelAndLoss:
         self.position = 1 + max(check_argnums(api, separate_filters(argnums)[0]))
         self._of_call = partial(per_example(api, model, argnums, self.position), scalar=False)
 
-    def of(self, args: Sequence[Any], y: Any) -> OfBatch:
-        """Return the outputs and the loss for a batch, whose arguments of the model are `args`."""
-        if len(args) != self.position + 1:
+    def of(self, args: tuple[Any, ...], key: Any, *, samples: bool) -> tuple[OfBatch, Any]:
+        """Return the outputs and the loss for a batch, and the key.
+
+        Args:
+          args: the arguments of the model, y, and the key if it is positional.
+          key: the key if it is a keyword.
+          samples: whether samples are drawn, which need a key.
+        """
+        if len(args) == self.position + 3 and key is None:
+            args, key = args[:-1], args[-1]
+        if len(args) != self.position + 2:
             raise TypeError(
                 f"{self._api}: pass the parameters, a batch x and labels y, and possibly a key; "
-                f"{len(args) + 1} arguments came."
+                f"{len(args)} arguments came."
             )
-        return OfBatch(self._api, self._of_call(False, True, None, tuple(args), {}), self._loss, y)
+        if samples:
+            check_key(self._api, key)
+        elif key is not None:
+            raise ValueError(f"{self._api}: no samples are drawn, so the key has no use; leave it out.")
+        *given, y = args
+        return OfBatch(self._api, self._of_call(False, True, None, tuple(given), {}), self._loss, y), key
 
 
 class OfBatch:
@@ -168,14 +181,6 @@ class OfBatch:
             return found[-1]
 
         return for_each_output(of_vector, count, self._out.dtype, mapped=mapped), found[-1]
-
-
-def check_samples(api: str, samples: bool, key: Any) -> None:
-    """Raise if samples are drawn without a key, or a key is given without samples."""
-    if samples:
-        check_key(api, key)
-    elif key is not None:
-        raise ValueError(f"{api}: no samples are drawn, so the key has no use; leave it out.")
 
 
 def _split(vector: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
