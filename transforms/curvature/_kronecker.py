@@ -284,7 +284,8 @@ class KroneckerFactors:
             raise ValueError(f"KroneckerFactors.{name}: {given}; pass a pytree like them.")
         for block, x in zip(self.blocks, leaves, strict=True):
             if jnp.shape(x) != jnp.shape(like := jax.eval_shape(block.diagonal)):
-                raise ValueError(f"KroneckerFactors.{name}: v has {describe(x)} where a parameter is {describe(like)}.")
+                given = f"v has {describe(x)} where a parameter is {describe(like)}"
+                raise ValueError(f"KroneckerFactors.{name}: {given}; pass a pytree like the parameters.")
         return jax.tree.unflatten(structure, [fun(block, x) for block, x in zip(self.blocks, leaves, strict=True)])
 
 
