@@ -17,7 +17,7 @@ from ..privacy._per_example.loss import on_any_mesh
 from ..privacy._per_example.methods import MethodChoice
 from ..privacy._per_example.norms import ExampleGradients
 from ..privacy._per_example.report import Report
-from ._outputs import ModelAndLoss, OfBatch, Seeds
+from ._outputs import Fisher, ModelAndLoss, OfBatch
 
 
 def ggn_diagonal(
@@ -112,7 +112,7 @@ def _sums(batch: OfBatch, examples: Sequence[Any], route: MethodChoice, key: Any
     def use(inputs: Sequence[Any], seeds: jax.Array) -> list[UseGradients]:
         return use_gradients(of, inputs, route, seed=seeds.astype(dtype))
 
-    kind: Seeds = "exact" if samples is None else "mc"
+    kind: Fisher = "exact" if samples is None else "mc"
     parts, groups = batch.gradients(examples, kind, samples or 1, key, use, mapped=route.method != "vmap")
     sums = [_sum_of_squares(part) for part in parts]
     if route.method == "vmap":

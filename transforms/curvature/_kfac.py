@@ -20,7 +20,7 @@ from ..privacy._per_example.norms import ExampleGradients
 from ..privacy._per_example.parameter_uses import ParameterUse
 from ..privacy._per_example.rules import sides_of_product, takes_rows
 from ._kronecker import Block, DiagonalBlock, FullBlock, KroneckerBlock, KroneckerFactors
-from ._outputs import ModelAndLoss, OfBatch, Seeds
+from ._outputs import Fisher, ModelAndLoss, OfBatch
 
 WeightSharing = Literal["expand", "reduce"]
 # Operations on a parameter that keep its axes. Of their elements they change at most the sign of all, or the dtype.
@@ -52,7 +52,7 @@ def kfac(
     loss: Callable[..., Any],
     argnums: Argnums = 0,
     *,
-    fisher: Seeds = "mc",
+    fisher: Fisher = "mc",
     weight_sharing: WeightSharing = "expand",
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
@@ -100,7 +100,7 @@ def kfac(
        [1. 2.]]
     """
     api = "kfac"
-    check_choice(api, "fisher", fisher, get_args(Seeds))
+    check_choice(api, "fisher", fisher, get_args(Fisher))
     check_choice(api, "weight_sharing", weight_sharing, get_args(WeightSharing))
     both, chunks = ModelAndLoss(api, model, loss, argnums), Chunks(api, chunk_size, memory_budget, sums=True)
     bare = not isinstance(argnums, (tuple, list))
@@ -147,7 +147,7 @@ def _with_mass(block: Block, mass: float) -> Block:
 
 
 def _blocks(
-    batch: OfBatch, examples: Sequence[Any], route: MethodChoice, fisher: Seeds, key: Any, sharing: WeightSharing
+    batch: OfBatch, examples: Sequence[Any], route: MethodChoice, fisher: Fisher, key: Any, sharing: WeightSharing
 ) -> dict[int, Block]:
     """Return the block of each parameter, with sums over some examples in place of means."""
     of = batch.outputs

@@ -50,7 +50,8 @@ class KroneckerBlock:
 
     def multiply(self, x: jax.Array) -> jax.Array:
         """Return the product of the block with an array like the parameter."""
-        return self._back(_times(self.left, self._split(x), 1, False) / self._divisor, self.right)
+        within = _times(self.left, self._split(x), 1, False) / self._divisor
+        return self._merged(_times(self.right, within, 2, False))
 
     def spectral(self, fun: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
         """Return the product with a function of the block, which acts on its eigenvalues."""
@@ -87,9 +88,6 @@ class KroneckerBlock:
     def scaled(self, scale: Any) -> KroneckerBlock:
         """Return the block times a number."""
         return replace(self, left=self.left * scale, right=self.right * scale, mass=self.mass * scale)
-
-    def _back(self, x: jax.Array, right: jax.Array) -> jax.Array:
-        return self._merged(_times(right, x, 2, False))
 
     def _split(self, x: jax.Array) -> jax.Array:
         """Return an array like the parameter in the shape (stack, p, d)."""

@@ -19,7 +19,7 @@ from ..privacy._per_example.gradient_forms import wide
 from ..privacy._per_example.loss import PerExample, per_example
 from ._output_hessian import OutputHessian
 
-Seeds = Literal["exact", "mc", "empirical"]
+Fisher = Literal["exact", "mc", "empirical"]
 
 
 # A function from some examples of a model, and a cotangent of the outputs of each, to the gradients at its uses.
@@ -113,7 +113,7 @@ class OfBatch:
         self.hessian = OutputHessian(api, of_example, self._out, shapes)
 
     def gradients(
-        self, examples: Sequence[Any], kind: Seeds, samples: int, key: Any, use: UseGradientsOf, *, mapped: bool
+        self, examples: Sequence[Any], kind: Fisher, samples: int, key: Any, use: UseGradientsOf, *, mapped: bool
     ) -> tuple[list[OutputGradients], list[UseGradients]]:
         """Return the gradients Jᵀr of some examples for several r.
 
