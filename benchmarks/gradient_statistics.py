@@ -56,16 +56,17 @@ def resnet18(generator: np.random.Generator, batch: int, side: int, width: int =
         apart = x.reshape(*x.shape[:-1], groups, -1)
         return jax.nn.standardize(apart, (1, 2, 4)).reshape(x.shape) * scale + shift
 
-    def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    def model(params: Any, x: jax.Array) -> jax.Array:
         h = jax.nn.relu(convolve(x, params["stem"]))
         for p in params["blocks"]:
             stride = 2 if "shortcut" in p else 1
             out = jax.nn.relu(norm(convolve(h, p["conv1"], stride), *p["norm1"]))
             out = norm(convolve(out, p["conv2"]), *p["norm2"])
             h = jax.nn.relu(out + (convolve(h, p["shortcut"], stride) if "shortcut" in p else h))
-        return cross_entropy(h.mean((1, 2)) @ params["head"], y)
+        return h.mean((1, 2)) @ params["head"]
 
-    return Job(loss, params, normal(generator, batch, side, side, 3), labels(generator, batch, classes), "resnet18")
+    batch_of = normal(generator, batch, side, side, 3), labels(generator, batch, classes)
+    return Job.of(model, cross_entropy, params, *batch_of, "resnet18")
 
 
 def held(job: Job, params: Any, x: jax.Array, y: jax.Array) -> list[jax.Array]:

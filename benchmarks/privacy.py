@@ -34,13 +34,23 @@ OURS = 'clipped_grad, "auto"'
 
 
 class Job(NamedTuple):
-    """A loss of parameters, inputs and labels, with these arguments, and the name of the model in PyTorch."""
+    """A loss of parameters, inputs and labels, with these arguments, and the name of the model in PyTorch.
+
+    `model` and `loss_of_outputs` are its parts where a benchmark needs them.
+    """
 
     loss: Callable[..., jax.Array]
     params: Any
     x: jax.Array
     y: jax.Array
     twin: str
+    model: Callable[..., jax.Array] | None = None
+    loss_of_outputs: Callable[..., jax.Array] | None = None
+
+    @classmethod
+    def of(cls, model: Callable[..., jax.Array], loss: Callable[..., jax.Array], params: Any, *rest: Any) -> Job:
+        """Return the job of a model and a loss of its outputs."""
+        return cls(lambda params, x, y: loss(model(params, x), y), params, *rest, model, loss)
 
 
 class Way(NamedTuple):
@@ -150,7 +160,7 @@ def gpt(batch: int, length: int, layers: int, width: int, vocabulary: int, plain
     def dense(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
         return x @ weight + bias
 
-    def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    def model(params: Any, x: jax.Array) -> jax.Array:
         h = params["embedding"][x] + params["position"]
         mask = jnp.tril(jnp.ones((length, length), bool))
         for p in params["blocks"]:
@@ -160,11 +170,10 @@ def gpt(batch: int, length: int, layers: int, width: int, vocabulary: int, plain
             weights = jax.nn.softmax(jnp.where(mask, scores, -1e9))
             h += dense(jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(h.shape), *p["out"])
             h += dense(jax.nn.gelu(dense(norm(h, *p["norm2"]), *p["up"])), *p["down"])
-        logits = h @ params.get("head", params["embedding"]).T
-        return plain_cross_entropy(logits, y) if plain else cross_entropy(logits, y)
+        return h @ params.get("head", params["embedding"]).T
 
     x, y = (jnp.asarray(generator.integers(0, vocabulary, (batch, length))) for _ in range(2))
-    return Job(loss, params, x, y, "gpt")
+    return Job.of(model, plain_cross_entropy if plain else cross_entropy, params, x, y, "gpt")
 
 
 def labels(generator: np.random.Generator, batch: int, classes: int) -> jax.Array:

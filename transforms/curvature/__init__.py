@@ -4,11 +4,13 @@
 `_outputs` computes the gradients of its columns, or of samples, at the parameter uses of a model, which
 `privacy/_per_example` finds.
 `_diagonal` sums their squares. `_kfac` multiplies activations with themselves, and gradients with themselves, to the
-blocks of `_kronecker`.
+blocks of `_kronecker`, and `_ekfac` corrects their eigenvalues. `_sides` finds the axes of each parameter for which
+there is such a product, `_squares` has the sums of squares, and `_blocks` the block of one parameter.
 """
 
 from ._diagonal import ggn_diagonal
+from ._ekfac import ekfac
 from ._kfac import kfac
 from ._kronecker import KroneckerFactors
 
-__all__ = ["KroneckerFactors", "ggn_diagonal", "kfac"]
+__all__ = ["KroneckerFactors", "ekfac", "ggn_diagonal", "kfac"]

@@ -7,17 +7,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from .._core.arguments import Argnums, check_count, wrap_like
 from .._statistics.statistic import Chunks, Statistic, in_chunks, report_of
-from .._statistics.use_gradients import OutputGradients, UseGradients, at_parameters, use_gradients
-from ..privacy._per_example.gradient_forms import Dense, OuterProduct, RowSparse, wide, widened
+from .._statistics.use_gradients import UseGradients, at_parameters, use_gradients
+from ..privacy._per_example.gradient_forms import Dense, wide
 from ..privacy._per_example.loss import on_any_mesh
 from ..privacy._per_example.methods import MethodChoice
 from ..privacy._per_example.norms import ExampleGradients
 from ..privacy._per_example.report import Report
 from ._outputs import Fisher, ModelAndLoss, OfBatch
+from ._squares import sum_of_squares
 
 
 def ggn_diagonal(
@@ -114,43 +114,10 @@ def _sums(batch: OfBatch, examples: Sequence[Any], route: MethodChoice, key: Any
 
     kind: Fisher = "exact" if samples is None else "mc"
     parts, groups = batch.gradients(examples, kind, samples or 1, key, use, mapped=route.method != "vmap")
-    sums = [_sum_of_squares(part) for part in parts]
+    squares = [sum_of_squares([part]) for part in parts]
+    sums = [x if isinstance(form, Dense) else form.restore(x) for (form, *_), x in zip(parts, squares, strict=True)]
     if route.method == "vmap":
         return sums
     found = ExampleGradients(of.program, [x[:1] for x in examples[: len(of.examples)]])
     # A layout moves elements and changes at most their signs, and so moves their squares, but for the signs.
     return [jnp.abs(x) for x in at_parameters(found, groups, sums)]
-
-
-def _sum_of_squares(part: OutputGradients) -> jax.Array:
-    """Return the sum of squared gradients over examples and columns, like the operand."""
-    form, arrays, mapped = part
-    if isinstance(form, Dense):
-        return jnp.square(widened(arrays[0])).sum((0, 1) if mapped[0] else 0)
-    if isinstance(form, OuterProduct) and form.left.shape[2] == 1 and not mapped[0]:
-        # For one position the squares are (A²)ᵀG².
-        left, right = (jnp.square(widened(x)) for x in arrays)
-        right = right.sum(1) if mapped[1] else right
-        return form.restore(jnp.einsum("istp,istd->spd", left, right, precision="highest"))
-
-    # One example at a time: its gradients for all columns.
-    def step(total: jax.Array, own: list[jax.Array]) -> tuple[jax.Array, None]:
-        each = [x if has else x[None] for x, has in zip(own, mapped, strict=True)]
-        return total + jnp.square(_gradients(form, each)).sum(0), None
-
-    first = [x[0] if has else x[0][None] for x, has in zip(arrays, mapped, strict=True)]
-    like = jax.eval_shape(lambda x: _gradients(form, x), first)
-    total, _ = lax.scan(step, jnp.zeros(like.shape[1:], like.dtype), arrays)
-    return form.restore(total)
-
-
-def _gradients(form: OuterProduct | RowSparse, arrays: list[jax.Array]) -> jax.Array:
-    """Return one example's gradients for each column, before `restore`: shape (columns, stack, p, d)."""
-    one, other = arrays
-    if isinstance(form, OuterProduct):
-        return jnp.einsum("cstp,cstd->cspd", widened(one), widened(other), precision="highest")
-    columns, stack = other.shape[:2]
-    rows = jnp.broadcast_to(one, other.shape[:3])
-    table = jnp.zeros((columns, stack, form.height, other.shape[3]), wide(other.dtype))
-    at = jnp.arange(columns)[:, None, None], jnp.arange(stack)[None, :, None], rows
-    return table.at[at].add(widened(other))

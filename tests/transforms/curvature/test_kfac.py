@@ -13,7 +13,7 @@ from flax import nnx
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
-from plurax.transforms.curvature import KroneckerFactors, _kfac, kfac
+from plurax.transforms.curvature import KroneckerFactors, _kfac, _squares, kfac
 
 from .test_diagonal import MODELS, N, cross_entropy, dense, labels, normal, perceptron, square
 
@@ -165,7 +165,7 @@ def test_rows_of_a_table_and_large_sides_are_diagonal(monkeypatch: pytest.Monkey
         whole = kfac(model, cross_entropy, fisher="exact")(p, tokens, y)
         hot = np.eye(7)[np.asarray(tokens)].reshape(-1, 7)
         np.testing.assert_allclose(whole.blocks[1].left[0] * 30, (hot.T @ hot).diagonal(), rtol=1e-12)
-        monkeypatch.setattr(_kfac, "_LARGEST_SIDE", 6)
+        monkeypatch.setattr(_squares, "_LARGEST_SIDE", 6)
         found = kfac(model, cross_entropy, fisher="exact")(p, tokens, y)
         assert "4 x 7 (diagonal)" in str(kfac(model, cross_entropy, fisher="exact").explain(p, tokens, y))
         one, other = found.blocks[0], whole.blocks[0]
@@ -184,20 +184,50 @@ def test_rows_out_of_range_do_not_count() -> None:
         np.testing.assert_allclose(found.blocks[0].left[0], np.array([1, 1, 1, 1, 0, 0]) / 8, rtol=1e-12)
 
 
-def test_a_matrix_and_its_transpose_have_an_exact_block() -> None:
-    """The inputs of one use are like the gradients of the other, so positions of both cannot be averaged."""
+def by_roles(model: Any, loss: Any, p: Any, x: Any, y: Any, role: int, shape: tuple[int, int]) -> tuple[Any, Any]:
+    """Return the factors of one of several parameters that a model has for the roles of one of them."""
+    of = kfac(model, loss, fisher="exact")(p, x, y).blocks[role]
+    left, right = of.left[0], of.right[0]
+    left = jnp.diag(left) if left.ndim == 1 else left
+    return (left, right) if len(left) == shape[0] else (right, left)
+
+
+def test_a_matrix_and_its_transpose_have_one_product_with_the_trace_of_both() -> None:
     with jax.enable_x64(True):
         p, x, y = {"w": normal(5, 3)}, normal(N, 5), normal(N, 5)
         model = lambda p, x: jnp.tanh(x @ p["w"]) @ p["w"].T
         of = kfac(model, square, fisher="exact")
-        assert dict(of.explain(p, x, y).blocks) == {"p['w']": "exact, a matrix of 15 rows"}
-        np.testing.assert_allclose(of(p, x, y).dense(), dense(model, square, p, x, y), rtol=1e-11, atol=1e-14)
+        assert dict(of.explain(p, x, y).blocks) == {"p['w']": "Kronecker product, 5 x 3"}
+        apart = lambda p, x: jnp.tanh(x @ p[0]) @ p[1].T
+        (a, b), (c, d) = (by_roles(apart, square, [p["w"], p["w"]], x, y, role, (5, 3)) for role in (0, 1))
+        total = jnp.trace(a) * jnp.trace(b) + jnp.trace(c) * jnp.trace(d)
+        # The partial traces of the sum of both, over its trace.
+        left, right = a * jnp.trace(b) + c * jnp.trace(d), b * jnp.trace(a) + d * jnp.trace(c)
+        np.testing.assert_allclose(of(p, x, y).dense(), np.kron(left, right) / total, rtol=1e-11, atol=1e-15)
+        np.testing.assert_allclose(of(p, x, y).trace(), total, rtol=1e-12)
+        chunked = kfac(model, square, fisher="exact", chunk_size=2)
+        np.testing.assert_allclose(chunked(p, x, y).dense(), of(p, x, y).dense(), rtol=1e-11, atol=1e-15)
+        zero = of(jax.tree.map(jnp.zeros_like, p), x, y)
+        assert not zero.dense().any()
+
+
+def test_a_table_that_is_read_and_multiplied_has_one_product() -> None:
+    with jax.enable_x64(True):
+        p, tokens, y = normal(7, 4), labels(7, N, 6), labels(7, N, 6)
+        of = kfac(lambda e, tokens: jnp.tanh(e[tokens]) @ e.T, cross_entropy, fisher="exact")
+        assert dict(of.explain(p, tokens, y).blocks) == {"e": "Kronecker product, 7 x 4"}
+        apart = lambda p, tokens: jnp.tanh(p[0][tokens]) @ p[1].T
+        (a, b), (c, d) = (by_roles(apart, cross_entropy, [p, p], tokens, y, role, (7, 4)) for role in (0, 1))
+        total = jnp.trace(a) * jnp.trace(b) + jnp.trace(c) * jnp.trace(d)
+        left, right = a * jnp.trace(b) + c * jnp.trace(d), b * jnp.trace(a) + d * jnp.trace(c)
+        np.testing.assert_allclose(of(p, tokens, y).dense(), np.kron(left, right) / total, rtol=1e-11, atol=1e-15)
 
 
 def test_other_uses_have_exact_blocks_or_diagonals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table that is read and multiplied, a bias, and one that is not used."""
+    """A matrix that is multiplied and squared, and one that is not used."""
     with jax.enable_x64(True):
-        model, p, x, y = MODELS["tied tokens and a convolution"]()
+        p, x, y = {"kernel": normal(3, 4), "table": normal(4, 7)}, normal(N, 3), labels(7, N)
+        model = lambda p, x: jnp.tanh(x @ p["kernel"]) @ p["table"] + jnp.square(p["table"]).sum(0)
         expected = dense(model, cross_entropy, p, x, y)
         p["unused"] = normal(2, 2)
         found = kfac(model, cross_entropy, fisher="exact")(p, x, y)
@@ -207,8 +237,8 @@ def test_other_uses_have_exact_blocks_or_diagonals(monkeypatch: pytest.MonkeyPat
         report = kfac(model, cross_entropy, fisher="exact").explain(p, x, y)
         forms = dict(report.blocks)
         assert forms["p['table']"] == "exact, a matrix of 28 rows"
-        assert forms["p['kernel']"] == "Kronecker product, 12 x 4"
-        assert forms["p['unused']"] == "diagonal, 4 numbers"
+        assert forms["p['kernel']"] == "Kronecker product, 3 x 4"
+        assert forms["p['unused']"] == "exact, a matrix of 4 rows"
         monkeypatch.setattr(_kfac, "_LARGEST_BLOCK", 20)
         found = kfac(model, cross_entropy, fisher="exact")(p, x, y)
         np.testing.assert_allclose(
@@ -224,7 +254,7 @@ def factors_of(name: str, **options: Any) -> tuple[KroneckerFactors, Any]:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("largest", [(4096, 1024), (3, 1)])
 def test_methods_agree_with_the_dense_matrix(name: str, largest: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_kfac, "_LARGEST_SIDE", largest[0])
+    monkeypatch.setattr(_squares, "_LARGEST_SIDE", largest[0])
     monkeypatch.setattr(_kfac, "_LARGEST_BLOCK", largest[1])
     with jax.enable_x64(True):
         found, p = factors_of(name)
@@ -286,8 +316,8 @@ def test_the_empirical_factor_has_gradients_of_the_loss() -> None:
         model, p, x, y = MODELS["perceptron"]()
         found = kfac(model, cross_entropy, fisher="empirical")(p, x, y)
         each = jax.vmap(jax.grad(lambda p, x, y: cross_entropy(model(p, x[None]), y[None])), (None, 0, 0))(p, x, y)
-        np.testing.assert_allclose(found.blocks[0].matrix, each["b"].T @ each["b"] / N, rtol=1e-11)
-        np.testing.assert_allclose(found.blocks[0].matrix, found.blocks[3].right[0], rtol=1e-11)
+        np.testing.assert_allclose(found.blocks[0].left[0], each["b"].T @ each["b"] / N, rtol=1e-11)
+        np.testing.assert_allclose(found.blocks[0].left[0], found.blocks[3].right[0], rtol=1e-11)
 
 
 def test_modules_members_and_pytrees() -> None:
@@ -335,7 +365,7 @@ def test_what_does_not_fit_is_refused() -> None:
     found, p = factors_of("perceptron")
     with pytest.raises(ValueError, match=r"^KroneckerFactors.matvec: v has the structure .*; pass a pytree like them"):
         found.matvec([jnp.ones(3)])
-    with pytest.raises(ValueError, match=r"^KroneckerFactors.solve: v has .* where a parameter is "):
+    with pytest.raises(ValueError, match=r"^KroneckerFactors.solve: v has .* where a parameter has "):
         found.solve(p | {"b": jnp.ones(7)}, 0.1)
     model, p, x, y = MODELS["perceptron"]()
     with pytest.raises(TypeError, match=r"^kfac: key must be one key"):

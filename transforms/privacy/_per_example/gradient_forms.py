@@ -258,21 +258,18 @@ def dtype_of(form: GradientForm) -> Any:
     return (form.gradients if isinstance(form, Dense) else form.right).dtype
 
 
-def merged(
-    forms: list[tuple[int, ParameterUse, GradientForm]], *, factors: bool = False
-) -> dict[int, GradientForm] | None:
+def merged(forms: list[tuple[int, ParameterUse, GradientForm]]) -> dict[int, GradientForm] | None:
     """Merge the forms of one parameter into one of each kind, keyed by one of their uses; None if they do not merge.
 
     Two outer products are one product over the positions of both: AᵀG + BᵀH = [A; B]ᵀ[G; H]. If an operand is a
-    transpose, the axes of its form refer to the array before the transpose. With `factors`, an outer product is never
-    materialized.
+    transpose, the axes of its form refer to the array before the transpose.
     """
     n, use, form = forms[0]
     base = without_transposes(use)[0]
     if base is None:
         return None
     if len(forms) == 1:
-        return {n: form if factors else _smallest(form)}
+        return {n: _smallest(form)}
     axes: Any = None
     products: dict[int, OuterProduct] = {}
     tables: dict[int, RowSparse] = {}
@@ -294,10 +291,10 @@ def merged(
             return None
     result: dict[int, GradientForm] = {}
     if products:
-        product = _concatenated([*products.values()], "left", "right")._replace(axes=axes)
-        result[next(iter(products))] = product if tables or factors else _smallest(product)
+        product = concatenated([*products.values()])._replace(axes=axes)
+        result[next(iter(products))] = product if tables else _smallest(product)
     if tables:
-        result[next(iter(tables))] = _concatenated([*tables.values()], "rows", "right")
+        result[next(iter(tables))] = concatenated([*tables.values()])
     if products and tables:  # `RowSparse.cross` needs the rows in one factor and all other axes, in order, in the other
         sides = (0,), tuple(range(1, len(use.aval.shape)))
         if axes not in (((), *sides), ((), *reversed(sides))):
@@ -310,9 +307,10 @@ def _smallest(form: GradientForm) -> GradientForm:
     return Dense(form.each()) if isinstance(form, OuterProduct) and not form.smaller() else form
 
 
-def _concatenated(forms: Sequence[Any], *names: str) -> Any:
-    """Concatenate forms of one kind along their positions."""
-    return forms[0]._replace(**{name: jnp.concatenate([getattr(x, name) for x in forms], axis=2) for name in names})
+def concatenated(forms: Sequence[Any]) -> Any:
+    """Concatenate outer products, or rows of a table, along their positions."""
+    first, second = (jnp.concatenate([form[i] for form in forms], axis=2) for i in (0, 1))
+    return type(forms[0])(first, second, *forms[0][2:])
 
 
 def without_transposes(use: ParameterUse) -> tuple[Any, tuple[int, ...]]:

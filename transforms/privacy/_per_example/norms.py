@@ -35,7 +35,8 @@ class ExampleGradients:
       seed: the cotangent of each example's output, for all examples or with one for each along axis 0; None for ones.
       clip_groups: the groups of parameters with a norm of their own; None for one norm. With them, norms and weights
         have the shape (batch, groups) instead of (batch,).
-      factors: whether outer products are kept as factors, even if these have more numbers than the gradients.
+      factors: whether the forms of several uses stay apart, and outer products are kept as factors, even if these have
+        more numbers than the gradients.
 
     Attributes:
       values: the loss of each example.
@@ -85,7 +86,9 @@ class ExampleGradients:
         """Return the common forms of some uses; None if their gradients are materialized."""
         if self._clip_groups is not None and any(self._clip_group(n) is None for n in group):
             return None  # a use of parameters with norms of their own has no norm for each of them
-        return merged([(n, self.uses[n], self._at_uses[n]) for n in group], factors=self._factors)
+        if self._factors:
+            return {n: self._at_uses[n] for n in group}
+        return merged([(n, self.uses[n], self._at_uses[n]) for n in group])
 
     def _clip_group(self, n: int) -> int | None:
         """Return the clip group of the parameters of a use; None without groups, or if there are several."""
