@@ -211,22 +211,31 @@ def _by_factors(of: PerExample, part: UseGradients, directions: _Directions) -> 
 
 
 def _by_directions(of: PerExample, parts: list[UseGradients], directions: _Directions) -> jax.Array:
-    """Return the inner products with one direction at a time, as the operands of the uses have it."""
+    """Return the inner products with one direction at a time: shape (batch, directions)."""
     leaves = sorted(frozenset[int]().union(*(part.leaves for part in parts)))
-    uses = frozenset(part.use for part in parts if part.use is not None)
 
     def of_one(direction: jax.Array) -> jax.Array:
-        chosen = {i: directions.dense(i, direction, wide(of.parameters[i].dtype)) for i in leaves}
-        given = [chosen.get(i, jnp.zeros(x.shape, wide(x.dtype))) for i, x in enumerate(of.parameters)]
-        found = operands(of.program.plan, given, uses, wider=True)
-        total: Any = 0.0
-        for part in parts:
-            along = chosen[min(part.leaves)] if part.use is None else found[part.use]
-            total = total + _along(part, along)
-        return total
+        return along(of, parts, {i: directions.dense(i, direction, wide(of.parameters[i].dtype)) for i in leaves})
 
     numbers = sum(math.prod(directions.shapes[i]) for i in leaves)
     return directions.in_slices(lambda some: jax.vmap(of_one, out_axes=1)(some), numbers)
+
+
+def along(of: PerExample, parts: list[UseGradients], direction: dict[int, jax.Array]) -> jax.Array:
+    """Return the inner products of the gradients of some examples with a direction: shape (batch,).
+
+    Args:
+      of: the loss.
+      parts: the gradients.
+      direction: an array like each parameter of `parts`, by its index, in float32 or wider.
+    """
+    uses = frozenset(part.use for part in parts if part.use is not None)
+    given = [direction.get(i, jnp.zeros(x.shape, wide(x.dtype))) for i, x in enumerate(of.parameters)]
+    found = operands(of.program.plan, given, uses, wider=True)
+    total: Any = 0.0
+    for part in parts:
+        total = total + _along(part, direction[min(part.leaves)] if part.use is None else found[part.use])
+    return total
 
 
 def _along(part: UseGradients, direction: jax.Array) -> jax.Array:
@@ -293,7 +302,7 @@ def per_sample_jvp(
     plain, filters = separate_filters(argnums)
     several = isinstance(argnums, (tuple, list))
 
-    def along(*args: Any, **kwargs: Any) -> jax.Array:
+    def products(*args: Any, **kwargs: Any) -> jax.Array:
         """Return the inner products for these arguments."""
         if len(args) < 2:
             raise TypeError(f"{api}: pass the parameters, a tangent and a batch; {len(args)} arguments came.")
@@ -313,4 +322,4 @@ def per_sample_jvp(
         return chunks.results(of, compute)
 
     positions = [i + (i > 0) for i in (batch_argnums if isinstance(batch_argnums, (tuple, list)) else (batch_argnums,))]
-    return wrap_like(fun, api, on_any_mesh(api, fun, positions, along))
+    return wrap_like(fun, api, on_any_mesh(api, fun, positions, products))

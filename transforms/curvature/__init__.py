@@ -6,11 +6,13 @@
 `_diagonal` sums their squares. `_kfac` multiplies activations with themselves, and gradients with themselves, to the
 blocks of `_kronecker`, and `_ekfac` corrects their eigenvalues. `_sides` finds the axes of each parameter for which
 there is such a product, `_squares` has the sums of squares, and `_blocks` the block of one parameter.
+`_data` averages the factors of the batches of a dataset, and `_influence` multiplies gradients with their inverse.
 """
 
 from ._diagonal import ggn_diagonal
 from ._ekfac import ekfac
+from ._influence import influence, self_influence
 from ._kfac import kfac
 from ._kronecker import KroneckerFactors
 
-__all__ = ["KroneckerFactors", "ekfac", "ggn_diagonal", "kfac"]
+__all__ = ["KroneckerFactors", "ekfac", "ggn_diagonal", "influence", "kfac", "self_influence"]

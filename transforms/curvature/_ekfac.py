@@ -77,10 +77,10 @@ def _values(basis: EigenBlock, parts: Parts) -> jax.Array:
     if isinstance(first.form, Dense):
         each = widened(first.arrays[0]).reshape(-1, *basis.shape)
         return jnp.square(jax.vmap(lambda x: basis.rotated(basis.split(x)))(each)).sum(0)
-    return sum_of_squares([_rotated(basis, part, axes) for part, axes in parts])
+    return sum_of_squares([in_basis(basis, part, axes) for part, axes in parts])
 
 
-def _rotated(basis: EigenBlock, part: OutputGradients, axes: Any) -> OutputGradients:
+def in_basis(basis: EigenBlock, part: OutputGradients, axes: Any) -> OutputGradients:
     """Return gradients in the basis of eigenvectors."""
     form, arrays, mapped = part
     if isinstance(form, RowSparse):

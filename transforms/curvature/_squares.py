@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import jax
@@ -34,20 +35,37 @@ def sum_of_squares(parts: Sequence[OutputGradients]) -> jax.Array:
         right = right.sum(1) if mapped[1] else right
         return jnp.einsum("istp,istd->spd", left, right, precision="highest")
 
-    # One example at a time: its gradients for all columns.
-    def of_example(own: list[list[jax.Array]]) -> jax.Array:
-        total: jax.Array | float = 0.0
-        for (form, _, mapped), arrays in zip(parts, own, strict=True):
-            total = total + _gradients(form, [x if has else x[None] for x, has in zip(arrays, mapped, strict=True)])
-        return jnp.square(total).sum(0)
-
     every = [part.arrays for part in parts]
+    of_example = partial(_squares_of_example, parts)
     like = jax.eval_shape(of_example, jax.tree.map(lambda x: x[0], every))
 
     def step(total: jax.Array, own: list[list[jax.Array]]) -> tuple[jax.Array, None]:
         return total + of_example(own), None
 
     return lax.scan(step, jnp.zeros(like.shape, like.dtype), every)[0]
+
+
+def weighted_squares(parts: Sequence[OutputGradients], weights: jax.Array) -> jax.Array:
+    """Return the weighted sum of the squared entries of each example's gradient: shape (examples,).
+
+    Args:
+      parts: gradients of the same parameter, which are added before they are squared.
+      weights: a weight for each entry, shape (stack, p, d).
+    """
+    first, arrays, _ = parts[0]
+    if isinstance(first, OuterProduct) and arrays[0].shape[-2] == len(parts) == 1:
+        left, right = (jnp.square(widened(x))[..., 0, :] for x in arrays)
+        return (jnp.einsum("isp,spd->isd", left, weights, precision="highest") * right).sum((1, 2))
+    each = [part.arrays for part in parts]
+    return lax.map(lambda own: (_squares_of_example(parts, own) * weights).sum(), each)
+
+
+def _squares_of_example(parts: Sequence[OutputGradients], own: list[list[jax.Array]]) -> jax.Array:
+    """Return the sum over columns of the squared entries of one example's gradient: shape (stack, p, d)."""
+    total: jax.Array | float = 0.0
+    for (form, _, mapped), arrays in zip(parts, own, strict=True):
+        total = total + _gradients(form, [x if has else x[None] for x, has in zip(arrays, mapped, strict=True)])
+    return jnp.square(total).sum(0)
 
 
 def _gradients(form: OuterProduct | RowSparse | Dense, arrays: list[jax.Array]) -> jax.Array:

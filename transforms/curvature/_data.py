@@ -1,0 +1,89 @@
+"""The curvature of a loss over all examples of a dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from .._core.arguments import describe
+from ._blocks import EigenBlock, KroneckerBlock
+from ._diagonal import ggn_diagonal
+from ._ekfac import ekfac
+from ._kfac import kfac
+from ._kronecker import KroneckerFactors
+from ._outputs import Fisher
+from ._squares import WeightSharing
+
+Structure = Literal["kfac", "ekfac", "diagonal"]
+
+
+def batches_of(api: str, data: Any) -> list[tuple[Any, Any]]:
+    """Return the batches (x, y) of one such tuple, or of an iterable of them."""
+    if not isinstance(data, tuple) and not isinstance(data, Iterable):
+        raise TypeError(f"{api}: data must be a tuple (x, y) or an iterable of such tuples, but got {describe(data)}.")
+    every = [data] if isinstance(data, tuple) and len(data) == 2 and not isinstance(data[0], tuple) else list(data)
+    if not every:
+        raise ValueError(f"{api}: data has no batches.")
+    for batch in every:
+        if not isinstance(batch, tuple) or len(batch) != 2:
+            given = describe(batch) if not isinstance(batch, tuple) else f"a tuple of {len(batch)}"
+            raise TypeError(f"{api}: data must be a tuple (x, y) or an iterable of such tuples, but has {given}.")
+    return [jax.tree.map(jnp.asarray, batch) for batch in every]
+
+
+def size_of(batch: tuple[Any, Any]) -> int:
+    """Return the number of examples of a batch."""
+    return len(jax.tree.leaves(batch[0])[0])
+
+
+def factors_of_data(
+    model: Callable[..., Any],
+    loss: Callable[..., Any],
+    params: Any,
+    batches: Sequence[tuple[Any, Any]],
+    structure: Structure,
+    *,
+    argnums: Any = 0,
+    fisher: Fisher = "exact",
+    weight_sharing: WeightSharing = "expand",
+    key: Any = None,
+) -> KroneckerFactors:
+    """Return the mean curvature over the examples of all batches, by eigenvectors if `structure` is "ekfac"."""
+    total = sum(map(size_of, batches))
+    keys = [None] * len(batches) if key is None else list(jax.random.split(key, len(batches)))
+    options: dict[str, Any] = {"argnums": argnums, "fisher": fisher, "weight_sharing": weight_sharing}
+
+    def mean(of_batch: Callable[..., Any], **given: Any) -> KroneckerFactors:
+        """Return the mean over the batches of the factors that `of_batch` returns."""
+        compiled = jax.jit(of_batch)
+        result: Any = None
+        for batch, own in zip(batches, keys, strict=True):
+            found = (size_of(batch) / total) * compiled(params, *batch, key=own, **given)
+            result = found if result is None else _added(result, found)
+        return result
+
+    if structure == "diagonal":
+        diagonal = ggn_diagonal(model, loss, argnums, samples=None if fisher == "exact" else 1)
+        return mean(lambda *args, **given: _of_diagonal(diagonal(*args, **given)))
+    found = mean(kfac(model, loss, **options))
+    if structure == "kfac":
+        return found
+    basis = tuple(x if isinstance(x, KroneckerBlock) and x.exact else x.eigen() for x in found.blocks)
+    return mean(ekfac(model, loss, **options), basis=replace(found, blocks=basis))
+
+
+def _added(one: KroneckerFactors, other: KroneckerFactors) -> KroneckerFactors:
+    """Return the sum of factors which have the same eigenvectors, if they have any."""
+    pairs: Any = zip(one.blocks, other.blocks, strict=True)
+    blocks = [replace(x, values=x.values + y.values) if isinstance(x, EigenBlock) else x.plus(y) for x, y in pairs]
+    return replace(one, blocks=tuple(blocks))
+
+
+def _of_diagonal(diagonal: Any) -> KroneckerFactors:
+    """Return the factors of a diagonal matrix from a pytree like the parameters."""
+    leaves, structure = jax.tree.flatten(diagonal)
+    return KroneckerFactors(tuple(KroneckerBlock.of_matrix(x.ravel(), x.shape) for x in leaves), structure)
