@@ -35,10 +35,10 @@ The source folders, lowest layer first; the docstring of each describes its file
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from ..transforms._core.prediction import Prediction
 from ..transforms._core.version import __version__ as __version__
 from . import calibration, metrics, plots
 from ._members.ensemble import Ensemble
-from ._members.prediction import Prediction
 from ._members.strategy import Execution
 from ._step.member_status import MemberStatus
 from ._step.state import TrainState

@@ -15,12 +15,13 @@ from jax.typing import ArrayLike
 
 from ...transforms._core.arguments import check_callable, check_choice, describe
 from ...transforms._core.axes import Axes
+from ...transforms._core.prediction import Kind, Prediction
 from ...transforms._models.split_model import M, Structure, is_model, is_module, split
 from .call import call_members
 from .create import create_members, stack_members
 from .functional_model import FunctionalModel, Rule
 from .ndims import Ndims
-from .prediction import Kind, Prediction, check_temperature, classify, regress
+from .prediction import check_temperature, classify, regress
 from .rows import member_index, select_rows
 from .sharding import Layout, one_copy, within
 

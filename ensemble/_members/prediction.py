@@ -1,56 +1,17 @@
-"""`Prediction`: the mean prediction of an ensemble and its uncertainty."""
+"""The `Prediction` of an ensemble from the outputs of its members."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ...transforms._core.arguments import describe
-from .._scoring.uncertainty import entropy_of, information_of
-from .._scoring.validation import at_least_float32, check_probabilities, check_variances, first, unwrapped
+from ...transforms._core.prediction import Prediction, at_least_float32, of_probabilities
+from .._scoring.validation import check_probabilities, check_variances, first, unwrapped
 from .rows import by_row
-
-Kind = Literal["classification", "binary", "regression"]
-
-
-class Prediction(NamedTuple):
-    """The combined prediction of the members, with its uncertainty.
-
-    Arrays have the dtype of the members' outputs, or float32 if that is half precision (float16, bfloat16). Integer
-    outputs, which only regression accepts, give a floating-point mean and variance.
-
-    Attributes:
-      mean: classification: mean probability of each class, (batch, ..., classes); binary: of no and of yes, (batch,
-        ..., 2); regression: mean value, (batch, ...).
-      variance: classification and binary: variance of each probability over the members, shaped like `mean`.
-        Regression: variance of the value over the members, (batch, ...); if the members predict variances too, their
-        mean is added, which gives the variance of the mixture. A negative predicted variance raises, or under `jit`
-        gives NaN.
-      entropy: entropy of `mean` in nats, (batch, ...): the total uncertainty. None for regression.
-      mutual_information: `entropy` minus the mean entropy of the members, in nats, (batch, ...): the uncertainty that
-        is due to disagreement. None for regression.
-      members: the probabilities or values of each member, with the members along axis 0 in front of the axes of `mean`.
-
-    Source:
-      Depeweg et al. 2018, "Decomposition of Uncertainty in Bayesian Deep Learning".
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> from plurax.ensemble import Ensemble
-      >>> sure = [jnp.array([[9.0, 0.0]]), jnp.array([[0.0, 9.0]])]  # confident, but in different classes
-      >>> prediction = Ensemble.from_apply(lambda logits, x: logits, sure).predict(None)
-      >>> prediction.mean
-      Array([[0.5, 0.5]], dtype=float32)
-    """
-
-    mean: jax.Array
-    variance: jax.Array
-    entropy: jax.Array | None
-    mutual_information: jax.Array | None
-    members: jax.Array
 
 
 def check_temperature(temperature: Any, kind: str, size: int) -> None:
@@ -100,10 +61,7 @@ def _of_logits(logits: jax.Array, temperature: Any) -> Prediction:
         # Shifted to at most 0 first, so that a small temperature does not make the largest logit infinite.
         logits = (logits - logits.max(axis=-1, keepdims=True)) / by_row(positive, logits)
     # The ensemble is the mixture of its members, so probabilities are averaged, not logits.
-    members = jax.nn.softmax(logits, axis=-1)
-    mean = members.mean(axis=0)
-    total = entropy_of(mean)
-    return Prediction(mean, members.var(axis=0), total, information_of(members, total), members)
+    return of_probabilities(jax.nn.softmax(logits, axis=-1))
 
 
 def regress(outputs: Any) -> Prediction:

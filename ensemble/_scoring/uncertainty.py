@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-from jax.scipy.special import entr
 from jax.typing import ArrayLike
 
-from .validation import at_least_float32, check_numbers, check_probabilities, check_variances, with_nans
+from ...transforms._core.prediction import at_least_float32, entropy_of, information_of
+from .validation import check_numbers, check_probabilities, check_variances, with_nans
 
 
 def entropy(probabilities: ArrayLike) -> jax.Array:
@@ -196,15 +194,3 @@ def _disagreement(p: jax.Array) -> jax.Array:
     votes = jax.nn.one_hot(p.argmax(axis=-1), p.shape[-1], dtype=p.dtype).sum(axis=0)
     agree = (votes * (votes - 1)).sum(axis=-1) / (members * (members - 1))
     return jnp.where(jnp.isnan(p).any(axis=(0, -1)), jnp.nan, 1 - agree)
-
-
-def entropy_of(p: jax.Array) -> jax.Array:
-    """Return the entropy of distributions along the last axis."""
-    # entr(p) = -p log p, and 0 at p = 0.
-    return entr(p).sum(axis=-1)
-
-
-def information_of(p: jax.Array, total: Any) -> jax.Array:
-    """Return the mutual information of the members' distributions, whose mean has the entropy `total`."""
-    # Not negative by Jensen's inequality, but rounding may make it so where all members agree.
-    return jnp.maximum(total - entropy_of(p).mean(axis=0), 0)

@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 
 from ...transforms._core.arguments import describe
 from ...transforms._core.compat import Tracer
+from ...transforms._core.prediction import at_least_float32
 
 
 def prepared(p: jax.Array, labels: jax.Array, bounded: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -20,12 +21,6 @@ def prepared(p: jax.Array, labels: jax.Array, bounded: bool) -> tuple[jax.Array,
     # In a narrow dtype the number of classes could overflow. The cast does not make an invalid label valid.
     labels = labels.astype(int)
     return p, labels, (labels >= 0) & (labels < p.shape[-1]) & ~jnp.isnan(p).any(axis=-1)
-
-
-def at_least_float32(x: Any) -> Any:
-    """Return `x` in float32 if it has half precision, else unchanged."""
-    narrow = jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
-    return x.astype(jnp.float32) if narrow else x
 
 
 @jax.jit

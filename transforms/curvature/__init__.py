@@ -7,6 +7,7 @@
 blocks of `_kronecker`, and `_ekfac` corrects their eigenvalues. `_sides` finds the axes of each parameter for which
 there is such a product, `_squares` has the sums of squares, and `_blocks` the block of one parameter.
 `_data` averages the factors of the batches of a dataset, and `_influence` multiplies gradients with their inverse.
+`_laplace/` has a normal distribution with such a precision.
 """
 
 from ._diagonal import ggn_diagonal
@@ -14,5 +15,15 @@ from ._ekfac import ekfac
 from ._influence import influence, self_influence
 from ._kfac import kfac
 from ._kronecker import KroneckerFactors
+from ._laplace.laplace import Laplace, laplace
 
-__all__ = ["KroneckerFactors", "ekfac", "ggn_diagonal", "influence", "kfac", "self_influence"]
+__all__ = [
+    "KroneckerFactors",
+    "Laplace",
+    "ekfac",
+    "ggn_diagonal",
+    "influence",
+    "kfac",
+    "laplace",
+    "self_influence",
+]

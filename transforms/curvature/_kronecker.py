@@ -61,9 +61,17 @@ class KroneckerFactors:
         """Return the diagonal of D, like the parameters."""
         return jax.tree.unflatten(self.structure, [block.diagonal() for block in self.blocks])
 
+    def eigenvalues(self) -> jax.Array:
+        """Return all eigenvalues of D, block by block, shape (numbers,)."""
+        return jnp.concatenate([block.eigen().values.ravel() for block in self.blocks])
+
+    def eigen(self) -> KroneckerFactors:
+        """Return D with the eigenvectors of each block, so that no other method has to compute them."""
+        return replace(self, blocks=tuple(block.eigen() for block in self.blocks))
+
     def logdet(self, damping: Any) -> jax.Array:
         """Return log det(D + damping I)."""
-        return sum((jnp.log(block.eigen().values + damping).sum() for block in self.blocks), jnp.zeros(()))
+        return jnp.log(self.eigenvalues() + damping).sum()
 
     def trace(self) -> jax.Array:
         """Return the trace of D."""

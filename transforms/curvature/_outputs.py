@@ -156,6 +156,22 @@ class OfBatch:
 
         return self._for_each(gradients, hessian.columns if kind == "exact" else samples, mapped)
 
+    def columns(self, value: jax.Array, example: Sequence[Any], vectors: jax.Array) -> jax.Array:
+        """Return the products of a root of H with some vectors, for one example: shape (vectors, *outputs).
+
+        Args:
+          value: the outputs of the example.
+          example: as in `examples`.
+          vectors: shape (vectors, columns).
+        """
+        value, given = value.astype(self._out.dtype), list(example[self._count : -1])
+        prepared = self.hessian.prepare(value, given)
+
+        def of_vector(vector: jax.Array) -> jax.Array:
+            return self.hessian.apply(prepared, value, given, _split(vector, self.hessian.shapes))
+
+        return jax.vmap(of_vector)(vectors.astype(self._out.dtype))
+
     def check_definite(self, results: Any) -> None:
         """Raise if results that are not traced are NaN because the Hessian of an example is indefinite."""
         found = jax.tree.leaves(results)
