@@ -24,6 +24,7 @@ SCRIPTS = (
     "compile",
     "privacy",
     "gradient_statistics",
+    "curvature",
     "dpsgd",
     "long_runs",
     "accelerators",

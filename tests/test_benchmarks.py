@@ -273,6 +273,8 @@ def test_available_peers_are_installed(monkeypatch, capsys):
         "torch",
         "opacus",
         "backpack-for-pytorch",
+        "curvlinops-for-pytorch",
+        "laplace-torch",
         "sparsejac",
         "folx",
     }
