@@ -25,9 +25,7 @@ def gradients(model: Any, p: Any, x: Any, y: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(
-    "curvature", ["ekfac", *(pytest.param(one, marks=pytest.mark.slow) for one in ("kfac", "diagonal"))]
-)
+@pytest.mark.parametrize("curvature", ["ekfac", "kfac", "diagonal"])
 def test_it_is_the_product_with_the_dense_inverse(name: str, curvature: Any) -> None:
     with jax.enable_x64(True):
         model, p, x, y = MODELS[name]()

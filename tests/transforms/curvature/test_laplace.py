@@ -34,7 +34,7 @@ def curvature_of(structure: str, model: Any, p: Any, x: Any, y: Any) -> np.ndarr
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("name", ["perceptron", pytest.param("attention", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["perceptron", "attention"])
 def test_predictions_and_evidence_are_those_of_the_dense_precision(structure: Any, name: str) -> None:
     with jax.enable_x64(True):
         model, p, x, y = MODELS[name]()
