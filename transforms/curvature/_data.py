@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from .._core.arguments import describe
+from .._models.split_model import is_module
 from ._blocks import EigenBlock, KroneckerBlock
 from ._diagonal import ggn_diagonal
 from ._ekfac import ekfac
 from ._kfac import kfac
 from ._kronecker import KroneckerFactors
-from ._outputs import Fisher
+from ._outputs import Fisher, ModelAndLoss
 from ._squares import WeightSharing
 
 Structure = Literal["kfac", "ekfac", "diagonal"]
@@ -23,9 +24,9 @@ Structure = Literal["kfac", "ekfac", "diagonal"]
 
 def batches_of(api: str, data: Any) -> list[tuple[Any, Any]]:
     """Return the batches (x, y) of one such tuple, or of an iterable of them."""
-    if not isinstance(data, tuple) and not isinstance(data, Iterable):
+    if not isinstance(data, Iterable):
         raise TypeError(f"{api}: data must be a tuple (x, y) or an iterable of such tuples, but got {describe(data)}.")
-    every = [data] if isinstance(data, tuple) and len(data) == 2 and not isinstance(data[0], tuple) else list(data)
+    every = [data] if isinstance(data, tuple) else list(data)
     if not every:
         raise ValueError(f"{api}: data has no batches.")
     for batch in every:
@@ -35,12 +36,31 @@ def batches_of(api: str, data: Any) -> list[tuple[Any, Any]]:
     return [jax.tree.map(jnp.asarray, batch) for batch in every]
 
 
+def snapshot(params: Any) -> Any:
+    """Return a copy of a module, whose later training must not change what was computed; anything else as it is."""
+    if not is_module(params):
+        return params
+    from flax import nnx
+
+    return nnx.clone(params)
+
+
+def check_definite(
+    api: str, model: Any, loss: Any, params: Any, batches: Sequence[tuple[Any, Any]], argnums: Any, results: Any
+) -> None:
+    """Raise if results that are not traced are NaN because the Hessian of an example's loss is indefinite."""
+    both = ModelAndLoss(api, model, loss, argnums)
+    for batch in batches:
+        both.of((params, *batch), None, samples=False)[0].check_definite(results)
+
+
 def size_of(batch: tuple[Any, Any]) -> int:
     """Return the number of examples of a batch."""
     return len(jax.tree.leaves(batch[0])[0])
 
 
 def factors_of_data(
+    api: str,
     model: Callable[..., Any],
     loss: Callable[..., Any],
     params: Any,
@@ -67,13 +87,17 @@ def factors_of_data(
         return result
 
     if structure == "diagonal":
+        if fisher == "empirical":
+            raise ValueError(f"{api}: the diagonal has no empirical form; pass fisher='exact' or 'mc'.")
         diagonal = ggn_diagonal(model, loss, argnums, samples=None if fisher == "exact" else 1)
-        return mean(lambda *args, **given: _of_diagonal(diagonal(*args, **given)))
-    found = mean(kfac(model, loss, **options))
-    if structure == "kfac":
-        return found
-    basis = tuple(x if isinstance(x, KroneckerBlock) and x.exact else x.eigen() for x in found.blocks)
-    return mean(ekfac(model, loss, **options), basis=replace(found, blocks=basis))
+        found = mean(lambda *args, **given: _of_diagonal(diagonal(*args, **given)))
+    else:
+        found = mean(kfac(model, loss, **options))
+    if structure == "ekfac":
+        basis = tuple(x if isinstance(x, KroneckerBlock) and x.exact else x.eigen() for x in found.blocks)
+        found = mean(ekfac(model, loss, **options), basis=replace(found, blocks=basis))
+    check_definite(api, model, loss, params, batches, argnums, found)
+    return found
 
 
 def _added(one: KroneckerFactors, other: KroneckerFactors) -> KroneckerFactors:

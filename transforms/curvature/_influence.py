@@ -20,7 +20,7 @@ from ..privacy._per_example.loss import PerExample, per_example
 from ..privacy._per_example.methods import MethodChoice
 from ..privacy._per_example.norms import ExampleGradients
 from ._blocks import EigenBlock, Sides
-from ._data import Structure, batches_of, factors_of_data, size_of
+from ._data import Structure, batches_of, factors_of_data, size_of, snapshot
 from ._ekfac import in_basis
 from ._kronecker import KroneckerFactors
 from ._outputs import Fisher
@@ -125,12 +125,14 @@ def influence(
 
     def scores(x_test: Any, y_test: Any) -> jax.Array:
         """Return the estimates for these test examples."""
-        test = prepared.of_call(False, True, None, (params, x_test, y_test), {})
+        test = prepared.of_call(False, True, None, (prepared.params, x_test, y_test), {})
         size = max(1, _NUMBERS // max(1, sum(x.size for x in test.parameters)))
         rows = []
         for start in range(0, test.size, size):
-            found = directions(params, prepared.factors, *_some((x_test, y_test), start, size))
-            rows.append(jnp.concatenate([products(params, found, *batch).T for batch in prepared.data], axis=1))
+            found = directions(prepared.params, prepared.factors, *_some((x_test, y_test), start, size))
+            rows.append(
+                jnp.concatenate([products(prepared.params, found, *batch).T for batch in prepared.data], axis=1)
+            )
         return jnp.concatenate(rows) / prepared.size
 
     return scores
@@ -211,13 +213,17 @@ def self_influence(
 
         return prepared.chunks.results(of, compute)
 
-    return jnp.concatenate([of_batch(params, prepared.factors, *batch) for batch in prepared.data]) / prepared.size
+    return (
+        jnp.concatenate([of_batch(prepared.params, prepared.factors, *batch) for batch in prepared.data])
+        / prepared.size
+    )
 
 
 class _Prepared:
     """The data, their curvature, and the loss of an example.
 
     Attributes:
+      params: the parameters.
       data: the batches.
       size: the number of examples.
       factors: the curvature.
@@ -244,7 +250,7 @@ class _Prepared:
         check_callable(api, loss, "loss")
         if not isinstance(damping, Tracer) and not 0 < damping < math.inf:
             raise ValueError(f"{api}: damping must be a positive number, but got {damping}.")
-        self.data = batches_of(api, data)
+        self.params, self.data = snapshot(params), batches_of(api, data)
         self.size = sum(map(size_of, self.data))
         self.bare = not isinstance(argnums, (tuple, list))
         self.chunks = Chunks(api, chunk_size, None)
@@ -253,7 +259,7 @@ class _Prepared:
             return loss(model(params, x), y)
 
         self.of_call = per_example(api, of_batch, argnums, (1, 2))
-        of = self.of_call(False, True, None, (params, *self.data[0]), {})
+        of = self.of_call(False, True, None, (self.params, *self.data[0]), {})
         if isinstance(curvature, KroneckerFactors):
             like = jax.tree.structure(of.gradients(list(range(len(of.parameters))), self.bare))
             shapes = [of.parameters[i].shape for i in self.numbers(of)]
@@ -263,7 +269,7 @@ class _Prepared:
         else:
             check_choice(api, "curvature", curvature, get_args(Structure))
             options: dict[str, Any] = {"argnums": argnums, "fisher": fisher, "weight_sharing": weight_sharing}
-            self.factors = factors_of_data(model, loss, params, self.data, curvature, key=key, **options)
+            self.factors = factors_of_data(api, model, loss, self.params, self.data, curvature, key=key, **options)
 
     def numbers(self, of: PerExample) -> list[int]:
         """Return the index of the parameter of each block."""

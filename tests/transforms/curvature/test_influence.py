@@ -95,6 +95,10 @@ def test_modules_some_parameters_and_members() -> None:
     np.testing.assert_allclose(some, expected, rtol=1e-3, atol=1e-5)
     members = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), p)
     together = jax.vmap(lambda p: of(plain, p))(members)
+    scores = influence(lambda net, x: net(x), cross_entropy, net, (x, y), damping=DAMPING)
+    before = scores(x[:2], y[:2])
+    net.layers[2].kernel[...] = 0.0
+    np.testing.assert_array_equal(scores(x[:2], y[:2]), before)
     np.testing.assert_allclose(together[0], one, rtol=1e-3, atol=1e-5)
     np.testing.assert_allclose(together[1], of(plain, jax.tree.map(lambda a: 2 * a, p)), rtol=1e-3, atol=1e-5)
 
@@ -131,6 +135,10 @@ def test_what_does_not_fit_is_refused() -> None:
         of(data=[x])
     with pytest.raises(TypeError, match=r"^influence: data must be a tuple \(x, y\)"):
         of(data=3)
+    with pytest.raises(TypeError, match=r"^influence: data must be a tuple .*, but has a tuple of 3"):
+        of(data=(x, y, y))
+    with pytest.raises(ValueError, match=r"the Hessian of the loss by the outputs is indefinite"):
+        influence(perceptron, lambda o, y: -jnp.mean(o**2) + 0 * y.sum(), p, (x, y), damping=0.1)
     factors = kfac(lambda w, x: x @ w, cross_entropy, fisher="exact")(normal(4, 3), x, y)
     with pytest.raises(ValueError, match=r"^influence: curvature has the factors of other parameters"):
         of(curvature=factors)

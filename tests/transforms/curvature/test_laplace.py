@@ -156,6 +156,15 @@ def test_the_last_layer_of_a_module() -> None:
         laplace(network, cross_entropy, net, (x, y), structure="last_layer")
 
 
+def test_later_training_does_not_change_the_distribution() -> None:
+    x, y = jnp.float32(normal(N, 4)), labels(3, N)
+    net = Net(nnx.Rngs(0))
+    of = laplace(network, cross_entropy, net, (x, y))
+    before = of.predict(x).mean
+    net.last.kernel[...] = 0.0
+    np.testing.assert_array_equal(of.predict(x).mean, before)
+
+
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_file_gives_the_same_distribution(structure: Any, tmp_path: Path) -> None:
     x, y = jnp.float32(normal(N, 4)), labels(3, N)
@@ -200,6 +209,19 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         of(prior_precision=-1.0)
     with pytest.raises(TypeError, match="nnx.DiffState"):
         of(wrt=nnx.Param)
+    for structure in ("full", "ggn_lanczos"):
+        with pytest.raises(ValueError, match=f"^laplace: structure='{structure}' has products with the exact matrix"):
+            of(structure=structure, fisher="mc", key=jax.random.key(0))
+    with pytest.raises(ValueError, match=r"^laplace: structure='full' draws nothing"):
+        of(structure="full", key=jax.random.key(0))
+    with pytest.raises(ValueError, match=r"^laplace: the diagonal has no empirical form"):
+        of(structure="diagonal", fisher="empirical")
+    with pytest.raises(ValueError, match=r"^laplace: rank must be"):
+        of(structure="ggn_lanczos", rank=0)
+    concave = lambda o, y: -jnp.mean(jnp.square(o)) + 0 * y.sum()
+    for structure in STRUCTURES:
+        with pytest.raises(ValueError, match=r"the Hessian of the loss by the outputs is indefinite"):
+            laplace(perceptron, concave, p, (x, y), structure=structure)
     zero = jax.tree.map(jnp.zeros_like, p)
     with pytest.raises(ValueError, match=r"^Laplace.fit_prior: all parameters are zero"):
         laplace(perceptron, cross_entropy, zero, (x, y))

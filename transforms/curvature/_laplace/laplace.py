@@ -14,12 +14,12 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jax.tree_util import register_dataclass
 
-from ..._core.arguments import check_callable, check_choice
+from ..._core.arguments import check_callable, check_choice, check_count
 from ..._core.compat import Tracer
 from ..._core.prediction import Kind, Prediction, of_probabilities
 from ..._core.prng import check_key
 from ...privacy._per_example.gradient_forms import wide
-from .._data import batches_of, factors_of_data, size_of
+from .._data import batches_of, check_definite, factors_of_data, size_of, snapshot
 from .._kronecker import KroneckerFactors
 from .._outputs import Fisher
 from .._squares import WeightSharing
@@ -328,17 +328,23 @@ def laplace(
         raise ValueError(f"{api}: structure='last_layer' needs wrt, an NNX filter that selects the last layer.")
     if prior_precision is not None and not isinstance(prior_precision, Tracer) and not 0 < prior_precision < math.inf:
         raise ValueError(f"{api}: prior_precision must be a positive number, but got {prior_precision}.")
-    argnums, batches = _argnums(wrt), batches_of(api, data)
+    if structure in ("full", "last_layer", "ggn_lanczos") and fisher != "exact":
+        raise ValueError(f"{api}: structure={structure!r} has products with the exact matrix only; leave fisher out.")
+    if structure in ("full", "last_layer") and key is not None:
+        raise ValueError(f"{api}: structure={structure!r} draws nothing, so the key has no use; leave it out.")
+    check_count(api, "rank", rank)
+    argnums, batches, params = _argnums(wrt), batches_of(api, data), snapshot(params)
     size = sum(map(size_of, batches))
     curvature: KroneckerFactors | Spectrum
     if structure == "full" or structure == "last_layer":
         curvature = whole(model, loss, params, batches, argnums=argnums)
+        check_definite(api, model, loss, params, batches, argnums, curvature)
     elif structure == "ggn_lanczos":
         start = jax.random.key(0) if key is None else key
         curvature = lanczos(model, loss, params, batches, rank=rank, key=start, argnums=argnums)
     else:
         options: dict[str, Any] = {"argnums": argnums, "fisher": fisher, "weight_sharing": weight_sharing, "key": key}
-        curvature = factors_of_data(model, loss, params, batches, structure, **options).eigen()
+        curvature = factors_of_data(api, model, loss, params, batches, structure, **options).eigen()
     value = jax.jit(lambda params, x, y: loss(model(params, x), y))
     mean_loss = sum((size_of(batch) / size * value(params, *batch) for batch in batches), jnp.zeros(()))
     found = Laplace(params, curvature, jnp.ones(()), mean_loss, size, model, argnums)

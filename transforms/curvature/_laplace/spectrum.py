@@ -13,6 +13,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jax.tree_util import register_dataclass
 
+from ..._core.compat import Tracer
 from ..._curvature.products import gnvp
 from ...privacy._per_example.gradient_forms import wide
 from ...privacy._per_example.loss import PerExample, per_example
@@ -150,6 +151,8 @@ def lanczos(
     basis = jnp.linalg.qr(jnp.nan_to_num(vectors).T)[0]
     projected = jnp.matmul(basis.T, lax.map(product, basis.T).T, precision="highest")
     values, inside = jnp.linalg.eigh((projected + projected.T) / 2)
+    if not isinstance(values, Tracer) and values[0] < -1e-3 * jnp.abs(values).max():
+        raise ValueError("laplace: the Hessian of the loss by the outputs is indefinite; pass a convex loss.")
     return Spectrum(jnp.maximum(values, 0), jnp.matmul(basis, inside, precision="highest").T, structure)
 
 
