@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import register_dataclass
 
+from .._core.eigh import eigh
+
 _STATIC: Any = {"static": True}
 
 
@@ -233,7 +235,7 @@ def _eigen(side: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the eigenvalues of one side, shape (stack, size), and its eigenvectors; ones if it is diagonal."""
     if side.ndim == 2:
         return side, jnp.ones_like(side)
-    values, vectors = jnp.linalg.eigh(side)
+    values, vectors = jax.vmap(eigh)(side)
     return jnp.maximum(values, 0), vectors
 
 

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
+from .._core.eigh import eigh
 from .._core.jaxpr import CALLS, ELEMENTWISE, IDENTITIES, aval, called, evaluate, interpret
 
 # A Hessian without a known form may have this many rows.
@@ -247,7 +248,7 @@ class OutputHessian:
         scale = jnp.minimum(jnp.square(gradient(outputs, others)).max(initial=0), 1)
         if not self._is_known:
             hessian = jax.hessian(self._loss)(outputs, others).reshape(2 * [outputs.size])
-            values, vectors = jnp.linalg.eigh(hessian)
+            values, vectors = eigh(hessian)
             return [vectors * _root(values, scale)]
         zeros = [jnp.zeros(x.shape, x.dtype) for x in self._values]
         weights = jax.grad(lambda some: _evaluated(self._closed, outputs, others, some)[0])(zeros)

@@ -16,6 +16,7 @@ from jax.tree_util import register_dataclass
 
 from ..._core.arguments import check_callable, check_choice, check_count
 from ..._core.compat import Tracer
+from ..._core.eigh import eigh
 from ..._core.prediction import Kind, Prediction, of_probabilities
 from ..._core.prng import check_key
 from ...privacy._per_example.gradient_forms import wide
@@ -231,7 +232,7 @@ class Laplace:
                 return ravel_pytree(self._root(tree_of(of, [g.astype(wide(g.dtype)) for g in gradients])))[0]
 
             rows = jax.vmap(row)(jnp.eye(values.size))
-            eigen, vectors = jnp.linalg.eigh(jnp.matmul(rows, rows.T, precision="highest"))
+            eigen, vectors = eigh(jnp.matmul(rows, rows.T, precision="highest"))
             return values.astype(rows.dtype), vectors * jnp.sqrt(jnp.maximum(eigen, 0))
 
         out = of.program.closed.out_avals[0]

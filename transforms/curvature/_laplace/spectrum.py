@@ -14,6 +14,7 @@ from jax.flatten_util import ravel_pytree
 from jax.tree_util import register_dataclass
 
 from ..._core.compat import Tracer
+from ..._core.eigh import eigh
 from ..._curvature.products import gnvp
 from ...privacy._per_example.gradient_forms import wide
 from ...privacy._per_example.loss import PerExample, per_example
@@ -103,7 +104,7 @@ def whole(
             "structure, or name fewer parameters by wrt."
         )
     total = sum((of_batch(params, *batch) for batch in batches[1:]), of_batch(params, *batches[0]))
-    values, vectors = jnp.linalg.eigh(total / sum(len(jax.tree.leaves(x)[0]) for x, _ in batches))
+    values, vectors = eigh(total / sum(len(jax.tree.leaves(x)[0]) for x, _ in batches))
     return Spectrum(jnp.maximum(values, 0), vectors.T, structure)
 
 
@@ -150,7 +151,7 @@ def lanczos(
     # If the rank of the matrix is smaller, some of these are not orthogonal. So the matrix is projected to their span.
     basis = jnp.linalg.qr(jnp.nan_to_num(vectors).T)[0]
     projected = jnp.matmul(basis.T, lax.map(product, basis.T).T, precision="highest")
-    values, inside = jnp.linalg.eigh((projected + projected.T) / 2)
+    values, inside = eigh((projected + projected.T) / 2)
     if not isinstance(values, Tracer) and values[0] < -1e-3 * jnp.abs(values).max():
         raise ValueError("laplace: the Hessian of the loss by the outputs is indefinite; pass a convex loss.")
     return Spectrum(jnp.maximum(values, 0), jnp.matmul(basis, inside, precision="highest").T, structure)
