@@ -33,6 +33,8 @@ OTHERS = {
     "examples/agents.py",
     "examples/control_flow.py",
     "examples/gradient_statistics.py",
+    "examples/influence_digits.py",
+    "examples/laplace_digits.py",
     "examples/laplacian.py",
     "examples/maxwell.py",
     "examples/profile_resnet.py",
@@ -56,6 +58,7 @@ SMALL = {
     "benchmarks/privacy.py": ("--smoke",),
     "benchmarks/dpsgd.py": ("--smoke",),
     "benchmarks/gradient_statistics.py": ("--smoke",),
+    "benchmarks/curvature.py": ("--smoke",),
     "benchmarks/long_runs.py": ("--smoke",),
     "benchmarks/sparse.py": ("--smoke",),
     "benchmarks/program.py": ("--smoke",),
@@ -174,6 +177,12 @@ def test_waves_are_those_of_theory_and_show_what_is_hidden(tmp_path):
         ),
         ("sweep_digits", ("--rates", "3", "--seeds", "2", "--steps", "40"), "Ensemble of the best 5 networks: NLL"),
         ("uncertainty_digits", ("--members", "3", "--steps", "60"), "Temperature of the ensemble"),
+        (
+            "influence_digits",
+            ("--models", "2", "--subsets", "3", "--repeats", "1", "--steps", "20"),
+            "Retrained 3 networks on 3 halves of 500 digits, and 2 on all.",
+        ),
+        ("laplace_digits", ("--members", "2", "--steps", "30"), "2 networks and their posteriors"),
     ],
 )
 def test_pictures_of(script, options, said, tmp_path):
