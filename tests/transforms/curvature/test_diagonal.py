@@ -81,19 +81,19 @@ MODELS: dict[str, Any] = {
         labels(7, N, 6),
         labels(7, N, 6),
     ),
-    "a scan over layers": lambda: (stacked, {"w": normal(2, 3, 3), "b": normal(2, 3)}, normal(N, 3), labels(3, N)),
-    "weights shared over time": lambda: (
-        repeated,
-        {"u": normal(3, 3), "w": normal(2, 3), "out": normal(3, 4)},
-        normal(N, 4, 2),
-        labels(4, N),
-    ),
     "attention": lambda: (
         attention,
         {"qkv": normal(3, 4, 2, 3), "out": normal(2, 3, 4)},
         normal(N, 5, 4),
         labels(4, N, 5),
     ),
+    "weights shared over time": lambda: (
+        repeated,
+        {"u": normal(3, 3), "w": normal(2, 3), "out": normal(3, 4)},
+        normal(N, 4, 2),
+        labels(4, N),
+    ),
+    "a scan over layers": lambda: (stacked, {"w": normal(2, 3, 3), "b": normal(2, 3)}, normal(N, 3), labels(3, N)),
 }
 
 
