@@ -36,6 +36,11 @@ state, _ = dp.fit(dp.init(jnp.zeros(3), key=jax.random.key(0)), (jnp.ones((100, 
 assert 0 < dp.epsilon(state) < 10""",
         "clipped_grad.sensitivity": "assert clipped_grad(jnp.vdot, l2_clip_norm=2.0).sensitivity() == 2",
     },
+    "curvature": {
+        "laplace": "from plurax.transforms.curvature import laplace; "
+        "laplace(lambda w, x: x @ w, lambda o, y: ((o - y) ** 2).mean(), jnp.ones(2), (jnp.ones((3, 2)), jnp.ones(3)), "
+        "structure='ggn_lanczos', rank=1)",
+    },
     "sparse": {
         "jacobian": "assert jacobian(jnp.sin, sparsity='auto')(jnp.ones(3)).nse == 3",
         "jacobian of a given pattern": "assert jacobian(jnp.sin, sparsity=np.eye(3, dtype=bool))(jnp.ones(3)).nse == 3",
