@@ -142,6 +142,7 @@ def test_the_listed_packages_are_the_folders_of_the_tree() -> None:
 LIBRARIES = {
     "privacy": ["jax_privacy", "dp_accounting"],
     "sparse": ["asdex"],
+    "curvature": ["matfree"],
     "files": ["safetensors.numpy"],
     "plot": ["matplotlib.figure"],
     "tensorboard": ["tensorboardX"],

@@ -83,6 +83,9 @@ def _values(basis: EigenBlock, parts: Parts) -> jax.Array:
 def in_basis(basis: EigenBlock, part: OutputGradients, axes: Any) -> OutputGradients:
     """Return gradients in the basis of eigenvectors."""
     form, arrays, mapped = part
+    stack, *sides = axes
+    if stack != basis.axes[0] or {*sides} != {*basis.axes[1:]}:  # then the gradients are materialized
+        raise ValueError("KroneckerFactors: the blocks have other sides than the uses of the parameters in this model.")
     if isinstance(form, RowSparse):
         right = _coordinates(widened(arrays[1]), basis.right)
         if basis.left.ndim == 2:

@@ -14,11 +14,10 @@ from .._core.arguments import Argnums, check_callable, check_choice
 from .._core.compat import Tracer
 from .._statistics.projection import along
 from .._statistics.statistic import Chunks, in_chunks
-from .._statistics.use_gradients import UseGradients, for_one_output, one_at_a_time, use_gradients
+from .._statistics.use_gradients import UseGradients, for_one_output, use_gradients
 from ..privacy._per_example.gradient_forms import Dense, wide, widened
 from ..privacy._per_example.loss import PerExample, per_example
 from ..privacy._per_example.methods import MethodChoice
-from ..privacy._per_example.norms import ExampleGradients
 from ._blocks import EigenBlock, Sides
 from ._data import Structure, batches_of, factors_of_data, size_of, snapshot
 from ._ekfac import in_basis
@@ -204,7 +203,7 @@ def self_influence(
         def compute(route: MethodChoice) -> jax.Array:
             def of_some(examples: list[Any]) -> tuple[Any, jax.Array]:
                 parts: dict[int, list[UseGradients]] = {}
-                for part in _at_parameters(of, examples, route):
+                for part in parameter_gradients(of, examples, route):
                     parts.setdefault(min(part.leaves), []).append(part)
                 found = [_weighted(blocks[leaf].eigen(), of_leaf, damping) for leaf, of_leaf in parts.items()]
                 return (), sum(found, jnp.zeros(len(examples[0])))
@@ -261,9 +260,11 @@ class _Prepared:
         self.of_call = per_example(api, of_batch, argnums, (1, 2))
         of = self.of_call(False, True, None, (self.params, *self.data[0]), {})
         if isinstance(curvature, KroneckerFactors):
-            like = jax.tree.structure(of.gradients(list(range(len(of.parameters))), self.bare))
             shapes = [of.parameters[i].shape for i in self.numbers(of)]
-            if curvature.structure != like or [block.shape for block in curvature.blocks] != shapes:
+            if (
+                curvature.structure != jax.tree.structure(of.numbers(self.bare))
+                or [block.shape for block in curvature.blocks] != shapes
+            ):
                 raise ValueError(f"{api}: curvature has the factors of other parameters.")
             self.factors = curvature
         else:
@@ -273,7 +274,7 @@ class _Prepared:
 
     def numbers(self, of: PerExample) -> list[int]:
         """Return the index of the parameter of each block."""
-        return jax.tree.leaves(of.gradients(list(range(len(of.parameters))), self.bare))
+        return jax.tree.leaves(of.numbers(self.bare))
 
     def in_order(self, of: PerExample, tree: Any) -> list[jax.Array]:
         """Return the leaves of a pytree like the gradients in the order of the parameters."""
@@ -283,14 +284,6 @@ class _Prepared:
 
 def _some(tree: Any, start: int, size: int) -> Any:
     return jax.tree.map(lambda x: x[start : start + size], tree)
-
-
-def _at_parameters(of: PerExample, examples: Sequence[Any], route: MethodChoice) -> list[UseGradients]:
-    """Return the gradients of each parameter, as outer products where there are such."""
-    if route.method == "vmap":
-        each = one_at_a_time(of, examples, None)
-        return [UseGradients(frozenset([i]), None, Dense(x)) for i, x in enumerate(each)]
-    return parameter_gradients(ExampleGradients(of.program, examples, factors=True))
 
 
 def _weighted(basis: EigenBlock, parts: Sequence[UseGradients], damping: Any) -> jax.Array:

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 
 from .._core.arguments import Argnums, check_choice, wrap_like
 from .._statistics.statistic import Chunks, Statistic, in_chunks
-from .._statistics.use_gradients import OutputGradients, UseGradients, one_at_a_time
+from .._statistics.use_gradients import OutputGradients, UseGradients
 from ..privacy._per_example.gradient_forms import Dense, RowSparse, widened
 from ..privacy._per_example.loss import on_any_mesh
 from ..privacy._per_example.methods import MethodChoice
-from ..privacy._per_example.norms import ExampleGradients
 from ._blocks import Block, EigenBlock, KroneckerBlock, folded
 from ._kronecker import KroneckerFactors
 from ._outputs import Fisher, ModelAndLoss, OfBatch
@@ -125,8 +124,7 @@ def kronecker_factors(
         """Return the outputs and the loss of a call, a function that computes the blocks by a route, and their tree."""
         batch, key = both.of(args, key, samples=fisher == "mc")
         of = batch.outputs
-        # The parameters in the structure of their gradients, which may have them in another order, or without some.
-        numbers = of.gradients(list(range(len(of.parameters))), bare)
+        numbers = of.numbers(bare)
         if basis is not None and values is None:
             raise TypeError(f"{api}: pass basis to ekfac; {api} has no eigenvectors.")
         given = None if basis is None else _from_basis(api, basis, numbers, [x.shape for x in of.parameters])
@@ -214,11 +212,7 @@ def _of_examples(
     dtype = of.program.closed.out_avals[0].dtype
 
     def use(inputs: Sequence[Any], seeds: jax.Array) -> list[UseGradients]:
-        seeds = seeds.astype(dtype)
-        if route.method == "vmap":
-            each = one_at_a_time(of, inputs, seeds)
-            return [UseGradients(frozenset([i]), None, Dense(x)) for i, x in enumerate(each)]
-        return parameter_gradients(ExampleGradients(of.program, inputs, seed=seeds, factors=True))
+        return parameter_gradients(of, inputs, route, seeds.astype(dtype))
 
     parts: dict[int, list[tuple[OutputGradients, Any]]] = {}
     if fisher != "exact" or batch.hessian.columns:

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._core.jaxpr import IDENTITIES
-from .._statistics.use_gradients import UseGradients
+from .._statistics.use_gradients import UseGradients, one_at_a_time
 from ..privacy._per_example.gradient_forms import Dense, concatenated
+from ..privacy._per_example.loss import PerExample
+from ..privacy._per_example.methods import MethodChoice
 from ..privacy._per_example.norms import ExampleGradients
 from ..privacy._per_example.parameter_uses import ParameterUse
 from ..privacy._per_example.rules import sides_of_product, takes_rows
@@ -16,11 +18,23 @@ from ..privacy._per_example.rules import sides_of_product, takes_rows
 _KEEPING_AXES = frozenset(["convert_element_type", "neg", *IDENTITIES])
 
 
-def parameter_gradients(found: ExampleGradients) -> list[UseGradients]:
+def parameter_gradients(
+    of: PerExample, examples: Sequence[Any], route: MethodChoice, seed: Any = None
+) -> list[UseGradients]:
     """Return the gradients of each parameter: as outer products, one for each role in which it is used, or as arrays.
 
     In two uses of one role, the same axes are multiplied, so that positions of one are like those of the other.
+
+    Args:
+      of: the function of an example.
+      examples: the examples, along axis 0 of each array.
+      route: with the method "vmap", every gradient is materialized, one example at a time.
+      seed: as for `ExampleGradients`.
     """
+    if route.method == "vmap":
+        held = enumerate(one_at_a_time(of, examples, seed))
+        return [UseGradients(frozenset([i]), None, Dense(x)) for i, x in held]
+    found = ExampleGradients(of.program, examples, seed=seed, factors=True)
     result: list[UseGradients] = []
     materialized: dict[int, Any] = {}
     for group, forms in found.groups:

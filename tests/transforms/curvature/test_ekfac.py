@@ -142,3 +142,16 @@ def test_samples_members_and_refusals() -> None:
         ekfac(model, cross_entropy, fisher="exact")(p, x, y, basis=other)
     with pytest.raises(TypeError, match=r"^kfac: pass basis to ekfac"):
         kfac(model, cross_entropy, fisher="exact")(p, x, y, basis=exact)
+
+
+def test_a_basis_with_other_sides_takes_the_gradients_themselves() -> None:
+    """A weight that is multiplied by a number has an exact block, whose eigenvectors are no products."""
+    with jax.enable_x64(True):
+        model, p, x, y = MODELS["perceptron"]()
+        scaled = lambda p, x: model({**p, "w": 2.0 * p["w"]}, x)
+        basis = ekfac(scaled, cross_entropy, fisher="exact")(p, x, y).eigen()
+        found = ekfac(model, cross_entropy, fisher="exact")(p, x, y, basis=basis).blocks[3]
+        vectors = eigenvectors(found)
+        true = dense(model, cross_entropy, p, x, y)[-24:, -24:]
+        assert found.axes == ((), (0, 1), ())
+        np.testing.assert_allclose(found.values.ravel(), np.diag(vectors.T @ true @ vectors), rtol=1e-9, atol=1e-13)

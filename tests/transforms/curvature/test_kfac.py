@@ -176,6 +176,14 @@ def test_rows_of_a_table_and_large_sides_are_diagonal(monkeypatch: pytest.Monkey
         np.testing.assert_allclose(reduced.blocks[1].left[0], np.square(shares).mean(0), rtol=1e-12)
 
 
+def test_symmetric_products_in_blocks_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    with jax.enable_x64(True):
+        model, p, x, y, blocks = written_out("a convolution", "expand")
+        monkeypatch.setattr(_squares, "_IN_BLOCKS", 3)  # of 12, in halves and quarters
+        found = kfac(model, cross_entropy, fisher="exact")(p, x, y)
+        np.testing.assert_allclose(found.blocks[0].dense(), blocks["k"], rtol=1e-10, atol=1e-13)
+
+
 def test_rows_out_of_range_do_not_count() -> None:
     with jax.enable_x64(True):
         p, tokens = {"table": normal(6, 3)}, jnp.array([[0, 6], [1, 6], [2, 6], [3, -9]])

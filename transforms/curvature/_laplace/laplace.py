@@ -37,7 +37,7 @@ _STATIC: Any = {"static": True}
 
 
 @register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Laplace:
     """A normal distribution over parameters: a pytree. `laplace` returns it.
 
@@ -69,6 +69,14 @@ class Laplace:
     size: int = field(metadata=_STATIC)
     model: Callable[..., Any] = field(metadata=_STATIC)
     argnums: Any = field(metadata=_STATIC)
+
+    def __repr__(self) -> str:
+        """Return the kind of curvature and the sizes."""
+        numbers = sum(x.size for x in self._parameters()[0].parameters)
+        kind = type(self.curvature).__name__
+        return (
+            f"Laplace({numbers:,} parameters, {kind}, {self.size:,} examples, prior precision {self.prior_precision})"
+        )
 
     def predict(
         self, x: Any, *, kind: Kind = "classification", samples: int = 100, key: jax.Array | None = None

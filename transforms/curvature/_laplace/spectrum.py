@@ -170,7 +170,7 @@ def tree_of(of: PerExample, leaves: Sequence[Any]) -> Any:
 
 def numbers_of(of: PerExample) -> list[int]:
     """Return the index of the parameter at each leaf of a pytree like the gradients."""
-    return jax.tree.leaves(tree_of(of, range(len(of.parameters))))
+    return jax.tree.leaves(of.numbers(True))
 
 
 def _flat(leaves: Sequence[jax.Array], numbers: Sequence[int]) -> jax.Array:

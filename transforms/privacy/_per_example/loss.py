@@ -213,6 +213,10 @@ class PerExample:
         forms = self._call.form.gradients(values)
         return forms[0] if bare else forms
 
+    def numbers(self, bare: bool) -> Any:
+        """Return the index of each parameter in the structure of the gradients, which may have another order."""
+        return self.gradients(list(range(len(self.parameters))), bare)
+
 
 def _outputs(api: str, value: Any, keep_batch_dim: bool) -> jax.Array:
     """Return the outputs for one example; raise if `value` is not an array of them."""
