@@ -1,4 +1,4 @@
-"""What `accelerators.py` compiles besides clipped gradients of whole models: other transforms, ensembles, LoRA."""
+"""What `accelerators.py` compiles besides clipped gradients of whole models: curvature, ensembles, LoRA and others."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
@@ -176,4 +177,30 @@ def convolutions(compiled: Compile) -> Tables:
     return {
         "A step of 8 members, 16-32-64 channels, 64 images of 32x32": partial(rows_of, 8, (16, 32, 64), 64),
         "A step of 4, 64-64-128, 256 images of 32x32": partial(rows_of, 4, (64, 64, 128), 256),
+    }
+
+
+def curvature(compiled: Compile) -> Tables:
+    """Return the tables of Kronecker factors, diagonals and Gauss-Newton products."""
+    from curvature import functions
+    from gradient_statistics import resnet18
+    from privacy import gpt
+
+    def rows(job: Any) -> list[Row]:
+        found: list[Row] = []
+        for name, (fun, args) in functions(job).items():
+            row = figures(*compiled(fun, *jax.eval_shape(lambda *args: args, *args)))
+            ratios = {f"{key}, ratio": row[key] / (found[0] if found else row)[key] for key in row if key != "kernels"}
+            found.append({"": name} | row | ratios)
+        return found
+
+    def language_model() -> list[Row]:
+        return rows(gpt(8, 1024, 12, 768, 50257))
+
+    def network() -> list[Row]:
+        return rows(resnet18(np.random.default_rng(0), 128, 32))
+
+    return {
+        "Curvature of a GPT, 12 layers of 768, tied vocabulary 50,257, 8 sequences of 1,024": language_model,
+        "Curvature of a ResNet-18 with group norms, 128 images of 32x32": network,
     }

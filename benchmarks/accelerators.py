@@ -191,7 +191,7 @@ def on_h200() -> Tables:
     device = h200()
     import jax
     import jax.numpy as jnp
-    from _compiled import convolutions, lora, shape, transforms
+    from _compiled import convolutions, curvature, lora, shape, transforms
 
     from plurax.transforms.program import _compile_for
 
@@ -218,7 +218,7 @@ def on_h200() -> Tables:
 
     forms = ("layers in a list", "list, each layer rematerialised", "scan, rematerialised")
     tables: Tables = {f"GPT-2 124M, 8 sequences of 1,024 tokens, {form}": partial(gpt2, form) for form in forms}
-    return tables | lora(block, layers, compiled) | convolutions(compiled) | transforms(compiled)
+    return tables | lora(block, layers, compiled) | curvature(compiled) | convolutions(compiled) | transforms(compiled)
 
 
 def spread(p: Any, axes: Any, devices: int) -> Any:

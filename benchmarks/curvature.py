@@ -30,8 +30,8 @@ ORDINARY, OF_TORCH = "ordinary gradient", "torch, ordinary gradient"
 EXPAND, REDUCE, PRODUCT = 'kfac, "expand"', 'kfac, "reduce"', "gnvp"
 
 
-def ours(job: Job) -> dict[str, Way]:
-    """Return our ways, and the ordinary gradient, compiled."""
+def functions(job: Job) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Return the ordinary gradient and our functions, with their arguments."""
     args, key = (job.params, job.x, job.y), jax.random.key(0)
     model, loss = job.model, job.loss_of_outputs
     assert model is not None
@@ -41,18 +41,18 @@ def ours(job: Job) -> dict[str, Way]:
         return gnvp(lambda params: model(params, x), lambda outputs: loss(outputs, y), params, v)
 
     return {
-        ORDINARY: compiled(jax.grad(job.loss), *args),
-        EXPAND: compiled(kfac(model, loss), *args, key),
-        REDUCE: compiled(kfac(model, loss, weight_sharing="reduce"), *args, key),
-        "ekfac": compiled(ekfac(model, loss), *args, key),
-        "ggn_diagonal, one sample": compiled(ggn_diagonal(model, loss, samples=1), *args, key),
-        PRODUCT: compiled(product, job.params, jax.tree.map(jnp.ones_like, job.params), job.x, job.y),
+        ORDINARY: (jax.grad(job.loss), args),
+        EXPAND: (kfac(model, loss), (*args, key)),
+        REDUCE: (kfac(model, loss, weight_sharing="reduce"), (*args, key)),
+        "ekfac": (ekfac(model, loss), (*args, key)),
+        "ggn_diagonal, one sample": (ggn_diagonal(model, loss, samples=1), (*args, key)),
+        PRODUCT: (product, (job.params, jax.tree.map(jnp.ones_like, job.params), job.x, job.y)),
     }
 
 
 def measure(job: Job, rounds: int, seconds: float) -> Tables:
     """Measure our ways against JAX's ordinary gradient, and those of curvlinops against PyTorch's."""
-    ways = ours(job)
+    ways = {name: compiled(fun, *args) for name, (fun, args) in functions(job).items()}
     others: dict[str, str] = {}
     if _curvlinops is not None:
         twin = _curvlinops.Twin(job.twin, job.params, job.x, job.y)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -80,8 +81,14 @@ class Chunks:
         self, api: str, chunk_size: Any, memory_budget: Any, *, pairs: bool = False, sums: bool = False
     ) -> None:
         check_count(api, "chunk_size", chunk_size, optional=True)
-        self._api, self._chunk, self._pairs, self._sums = api, chunk_size, pairs, sums
+        self._api, self._chunk, self._pairs, self._sums, self._columns = api, chunk_size, pairs, sums, 1
         self._budget = check_budget(api, memory_budget, chunk_size)
+
+    def with_columns(self, columns: int) -> Chunks:
+        """Return the same for calls that keep so many gradients of each example."""
+        found = copy(self)
+        found._columns = max(1, columns)
+        return found
 
     def results(self, of: PerExample, compute: Callable[[MethodChoice], Any]) -> Any:
         """Return the results of the first route that JAX can trace; `compute` computes a route."""
@@ -133,7 +140,7 @@ class Chunks:
         numbers += sum(
             of.parameters[i].size for use in of.program.uses if use.value.layout is None for i in use.value.leaves
         )
-        return max(1, _NUMBERS // max(1, numbers))
+        return max(1, _NUMBERS // max(1, numbers * self._columns))
 
 
 def _promoting(compute: Callable[[MethodChoice], Any], route: MethodChoice) -> Any:

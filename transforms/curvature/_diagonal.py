@@ -88,14 +88,14 @@ def ggn_diagonal(
     def diagonal(*args: Any, key: Any = None) -> Any:
         """Return the diagonal for these arguments."""
         batch, compute = prepare(args, key)
-        sums = chunks.results(batch.outputs, compute)
+        sums = chunks.with_columns(samples or batch.hessian.columns).results(batch.outputs, compute)
         batch.check_definite(sums)
         return batch.outputs.gradients([x / (batch.outputs.size * (samples or 1)) for x in sums], bare)
 
     def explain(*args: Any, key: Any = None) -> Any:
         """Return the report for these arguments."""
         batch, compute = prepare(args, key)
-        return report_of(batch.outputs, chunks, compute)
+        return report_of(batch.outputs, chunks.with_columns(samples or batch.hessian.columns), compute)
 
     batched = (both.position, both.position + 1)
     on_mesh = on_any_mesh(api, model, batched, diagonal)

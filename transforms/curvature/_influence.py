@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, get_args
 
 import jax
@@ -14,17 +14,16 @@ from .._core.arguments import Argnums, check_callable, check_choice
 from .._core.compat import Tracer
 from .._statistics.projection import along
 from .._statistics.statistic import Chunks, in_chunks
-from .._statistics.use_gradients import UseGradients, for_one_output, use_gradients
-from ..privacy._per_example.gradient_forms import Dense, wide, widened
+from .._statistics.use_gradients import for_one_output, use_gradients
+from ..privacy._per_example.gradient_forms import wide
 from ..privacy._per_example.loss import PerExample, per_example
 from ..privacy._per_example.methods import MethodChoice
-from ._blocks import EigenBlock, Sides
 from ._data import Structure, batches_of, factors_of_data, size_of, snapshot
-from ._ekfac import in_basis
+from ._inner_products import damped_products
 from ._kronecker import KroneckerFactors
 from ._outputs import Fisher
 from ._sides import parameter_gradients
-from ._squares import WeightSharing, weighted_squares
+from ._squares import WeightSharing
 
 # The most numbers of gradients of test examples at a time.
 _NUMBERS = 2**26
@@ -202,11 +201,9 @@ def self_influence(
 
         def compute(route: MethodChoice) -> jax.Array:
             def of_some(examples: list[Any]) -> tuple[Any, jax.Array]:
-                parts: dict[int, list[UseGradients]] = {}
-                for part in parameter_gradients(of, examples, route):
-                    parts.setdefault(min(part.leaves), []).append(part)
-                found = [_weighted(blocks[leaf].eigen(), of_leaf, damping) for leaf, of_leaf in parts.items()]
-                return (), sum(found, jnp.zeros(len(examples[0])))
+                parts = parameter_gradients(of, examples, route)
+                found = damped_products(blocks, [for_one_output(part.form) for part in parts], parts, damping)
+                return (), jnp.broadcast_to(found[:, 0, 0], len(examples[0]))
 
             return in_chunks(of_some, of.examples, route)[1]
 
@@ -284,20 +281,3 @@ class _Prepared:
 
 def _some(tree: Any, start: int, size: int) -> Any:
     return jax.tree.map(lambda x: x[start : start + size], tree)
-
-
-def _weighted(basis: EigenBlock, parts: Sequence[UseGradients], damping: Any) -> jax.Array:
-    """Return gᵀ (D + damping I)⁻¹ g for the gradients of a parameter and its block: shape (examples,)."""
-    first = parts[0]
-    if isinstance(first.form, Dense):
-        each = widened(first.form.gradients)
-        inside = jax.vmap(lambda g: basis.rotated(basis.split(g)))(each)
-        return (jnp.square(inside) / (basis.values + damping)).sum((1, 2, 3))
-    if basis.left.ndim == basis.right.ndim == 2:  # a diagonal, whose sides may be any axes
-        assert first.axes is not None
-        sides = Sides(first.axes, basis.shape)
-        values = sides.split(basis.joined(basis.values))
-        ones = (jnp.ones(values.shape[:2]), jnp.ones(values.shape[::2]))
-        basis = EigenBlock(sides.axes, sides.shape, *ones, values)
-    of_parts = [in_basis(basis, for_one_output(part.form), part.axes) for part in parts]
-    return weighted_squares(of_parts, 1 / (basis.values + damping))

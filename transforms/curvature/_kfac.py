@@ -169,17 +169,21 @@ def kronecker_factors(
 
         return batch, compute, numbers
 
+    def columns(batch: OfBatch) -> int:
+        """Return the number of gradients of each example."""
+        return batch.hessian.columns if fisher == "exact" else 1
+
     def factors(*args: Any, key: Any = None, basis: Any = None) -> KroneckerFactors:
         """Return the factors for these arguments."""
         batch, compute, numbers = prepare(args, key, basis)
-        found = chunks.results(batch.outputs, compute)
+        found = chunks.with_columns(columns(batch)).results(batch.outputs, compute)
         batch.check_definite(found)
         return KroneckerFactors(tuple(found[i] for i in jax.tree.leaves(numbers)), jax.tree.structure(numbers))
 
     def explain(*args: Any, key: Any = None, basis: Any = None) -> CurvatureReport:
         """Return the report for these arguments."""
         batch, compute, _ = prepare(args, key, basis)
-        found = jax.eval_shape(lambda: chunks.results(batch.outputs, compute))
+        found = jax.eval_shape(lambda: chunks.with_columns(columns(batch)).results(batch.outputs, compute))
         blocks = ((name, found[i].form) for i, name in enumerate(batch.outputs.names()))
         return CurvatureReport(batch.hessian.form, tuple(blocks))
 

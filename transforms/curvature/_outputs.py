@@ -134,7 +134,7 @@ class OfBatch:
         values = jax.vmap(lambda example: of.loss(of.parameters, example)[0])(inputs).astype(self._out.dtype)
         if kind == "empirical":
             seeds = jax.vmap(jax.grad(self._loss))(values, given)
-            return self._for_each(lambda vector: use(inputs, seeds * vector[0]), 1, mapped)
+            return for_each_vector(lambda v: use(inputs, seeds * v[0]), 1, self._out.dtype, mapped=mapped)
         prepared = jax.vmap(hessian.prepare)(values, given)
 
         def seed_of(vector: jax.Array, prepared: Any, outputs: Any, given: Any, number: Any) -> Any:
@@ -154,7 +154,8 @@ class OfBatch:
         def gradients(vector: jax.Array) -> list[UseGradients]:
             return use(inputs, jax.vmap(seed_of, (None, 0, 0, 0, 0))(vector, prepared, values, given, numbers))
 
-        return self._for_each(gradients, hessian.columns if kind == "exact" else samples, mapped)
+        count = hessian.columns if kind == "exact" else samples
+        return for_each_vector(gradients, count, self._out.dtype, mapped=mapped)
 
     def columns(self, value: jax.Array, example: Sequence[Any], vectors: jax.Array) -> jax.Array:
         """Return the products of a root of H with some vectors, for one example: shape (vectors, *outputs).
@@ -186,17 +187,18 @@ class OfBatch:
         if finite and any(bool(jnp.isnan(x).any()) for x in roots):
             raise ValueError(f"{self._api}: the Hessian of the loss by the outputs is indefinite; pass a convex loss.")
 
-    def _for_each(
-        self, gradients: Callable[[jax.Array], list[UseGradients]], count: int, mapped: bool
-    ) -> tuple[list[OutputGradients], list[UseGradients]]:
-        """Return the gradients for each of some unit vectors, and those for one of them."""
-        found: list[list[UseGradients]] = []
 
-        def of_vector(vector: jax.Array) -> list[UseGradients]:
-            found.append(gradients(vector))
-            return found[-1]
+def for_each_vector(
+    gradients: Callable[[jax.Array], list[UseGradients]], count: int, dtype: Any, *, mapped: bool
+) -> tuple[list[OutputGradients], list[UseGradients]]:
+    """Return the gradients for each unit vector of some length, and those for one of them."""
+    found: list[list[UseGradients]] = []
 
-        return for_each_output(of_vector, count, self._out.dtype, mapped=mapped), found[-1]
+    def of_vector(vector: jax.Array) -> list[UseGradients]:
+        found.append(gradients(vector))
+        return found[-1]
+
+    return for_each_output(of_vector, count, dtype, mapped=mapped), found[-1]
 
 
 def _split(vector: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:

@@ -45,27 +45,43 @@ def sum_of_squares(parts: Sequence[OutputGradients]) -> jax.Array:
     return lax.scan(step, jnp.zeros(like.shape, like.dtype), every)[0]
 
 
-def weighted_squares(parts: Sequence[OutputGradients], weights: jax.Array) -> jax.Array:
-    """Return the weighted sum of the squared entries of each example's gradient: shape (examples,).
+def weighted_products(parts: Sequence[OutputGradients], weights: jax.Array) -> jax.Array:
+    """Return the weighted inner products of each example's gradients for all pairs of columns.
 
     Args:
-      parts: gradients of the same parameter, which are added before they are squared.
+      parts: gradients of the same parameter, which are added before they are multiplied.
       weights: a weight for each entry, shape (stack, p, d).
+
+    Returns:
+      Shape (examples, columns, columns).
     """
-    first, arrays, _ = parts[0]
-    if isinstance(first, OuterProduct) and arrays[0].shape[-2] == len(parts) == 1:
-        left, right = (jnp.square(widened(x))[..., 0, :] for x in arrays)
-        return (jnp.einsum("isp,spd->isd", left, weights, precision="highest") * right).sum((1, 2))
-    each = [part.arrays for part in parts]
-    return lax.map(lambda own: (_squares_of_example(parts, own) * weights).sum(), each)
+    first, arrays, mapped = parts[0]
+    if isinstance(first, OuterProduct) and arrays[0].shape[-2] == len(parts) == 1 and not mapped[0]:
+        left, right = (widened(x)[..., 0, :] for x in arrays)
+        right = right if mapped[1] else right[:, None]
+        of_right = jnp.einsum("isp,spd->isd", jnp.square(left), weights, precision="highest")
+        return jnp.einsum("icsd,isd,iesd->ice", right, of_right, right, precision="highest")
+    roots = jnp.sqrt(weights)
+
+    def of_example(own: list[list[jax.Array]]) -> jax.Array:
+        each = _sum_of_example(parts, own) * roots
+        flat = each.reshape(len(each), -1)
+        return jnp.matmul(flat, flat.T, precision="highest")
+
+    return lax.map(of_example, [part.arrays for part in parts])
 
 
 def _squares_of_example(parts: Sequence[OutputGradients], own: list[list[jax.Array]]) -> jax.Array:
     """Return the sum over columns of the squared entries of one example's gradient: shape (stack, p, d)."""
-    total: jax.Array | float = 0.0
+    return jnp.square(_sum_of_example(parts, own)).sum(0)
+
+
+def _sum_of_example(parts: Sequence[OutputGradients], own: list[list[jax.Array]]) -> jax.Array:
+    """Return one example's gradient for each column: shape (columns, stack, p, d)."""
+    total: jax.Array = jnp.zeros(())
     for (form, _, mapped), arrays in zip(parts, own, strict=True):
         total = total + _gradients(form, [x if has else x[None] for x, has in zip(arrays, mapped, strict=True)])
-    return jnp.square(total).sum(0)
+    return total
 
 
 def _gradients(form: OuterProduct | RowSparse | Dense, arrays: list[jax.Array]) -> jax.Array:

@@ -21,11 +21,12 @@ from ..._core.prediction import Kind, Prediction, of_probabilities
 from ..._core.prng import check_key
 from ...privacy._per_example.gradient_forms import wide
 from .._data import batches_of, check_definite, factors_of_data, size_of, snapshot
+from .._inner_products import products_of_outputs
 from .._kronecker import KroneckerFactors
 from .._outputs import Fisher
 from .._squares import WeightSharing
 from .files import read, written
-from .spectrum import Spectrum, lanczos, parameters_of, tree_of, whole
+from .spectrum import Spectrum, lanczos, numbers_of, parameters_of, tree_of, whole
 
 if TYPE_CHECKING:
     from ....ensemble import Ensemble
@@ -99,16 +100,20 @@ class Laplace:
           TypeError, ValueError: as for a call of `ggn_diagonal`; an unknown kind; a key that is none.
 
         Cost:
-          For each output of an example a backward pass, and a product with the root of the covariance.
+          For each output a backward pass. With Kronecker factors, products of activations and of cotangents with the
+          eigenvectors, and of gradients at several positions for one example at a time; otherwise the gradients of
+          some examples, and their products with the root of the covariance.
         """
         check_choice("Laplace.predict", "kind", kind, get_args(Kind))
         key = jax.random.key(0) if key is None else key
         check_key("Laplace.predict", key)
-        mean, root = self._outputs(x)
+        mean, covariance = _outputs(self, x)
+        eigen, vectors = jax.vmap(eigh)(covariance)
+        root = vectors * jnp.sqrt(jnp.maximum(eigen, 0))[:, None]
         noise = jax.random.normal(key, (samples, *root.shape[:-1]), root.dtype)
         draws = mean + jnp.einsum("nbc,bdc->nbd", noise, root, precision="highest").reshape(samples, *mean.shape)
         if kind == "regression":
-            variance = jnp.square(root).sum(-1).reshape(mean.shape)
+            variance = jnp.diagonal(covariance, axis1=1, axis2=2).reshape(mean.shape)
             return Prediction(mean, variance, None, None, draws)
         if kind == "binary":
             draws = jnp.stack([jnp.zeros_like(draws), draws], axis=-1)
@@ -228,26 +233,6 @@ class Laplace:
         of, _ = self._parameters()
         return ravel_pytree([x.astype(wide(x.dtype)) for x in of.parameters])[0]
 
-    def _outputs(self, x: Any) -> tuple[jax.Array, jax.Array]:
-        """Return the outputs at θ, (batch, *out), and a root of their covariance, (batch, outputs, outputs)."""
-        of, _ = self._parameters(x)
-
-        def of_example(example: list[Any]) -> tuple[jax.Array, jax.Array]:
-            values, pull, _ = jax.vjp(lambda p: of.loss(p, example), of.parameters, has_aux=True)
-
-            def row(seed: jax.Array) -> jax.Array:
-                gradients = pull(seed.reshape(values.shape).astype(values.dtype))[0]
-                return ravel_pytree(self._root(tree_of(of, [g.astype(wide(g.dtype)) for g in gradients])))[0]
-
-            rows = jax.vmap(row)(jnp.eye(values.size))
-            eigen, vectors = eigh(jnp.matmul(rows, rows.T, precision="highest"))
-            return values.astype(rows.dtype), vectors * jnp.sqrt(jnp.maximum(eigen, 0))
-
-        out = of.program.closed.out_avals[0]
-        numbers = math.prod(out.shape) * sum(x.size for x in of.parameters)
-        at_once = max(1, min(of.size, _NUMBERS // max(1, numbers)))
-        return lax.map(of_example, of.examples, batch_size=at_once)
-
     def _is_module(self) -> bool:
         from flax import nnx
 
@@ -271,6 +256,33 @@ class Laplace:
         graphdef, state, *rest = nnx.split(nnx.clone(self.params), chosen, ...)
         new = [add(*pair) for pair in zip(jax.tree.leaves(state), jax.tree.leaves(change), strict=True)]
         return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), new), *rest)
+
+
+@jax.jit
+def _outputs(posterior: Laplace, x: Any) -> tuple[jax.Array, jax.Array]:
+    """Return the outputs at θ, (batch, *out), and their covariance, (batch, outputs, outputs)."""
+    of, _ = posterior._parameters(x)
+    if isinstance(posterior.curvature, KroneckerFactors):
+        blocks = dict(zip(numbers_of(of), posterior.curvature.blocks, strict=True))
+        values, products = products_of_outputs(
+            "Laplace.predict", of, blocks, posterior.prior_precision / posterior.size
+        )
+        return values.astype(products.dtype), products / posterior.size
+
+    def of_example(example: list[Any]) -> tuple[jax.Array, jax.Array]:
+        values, pull, _ = jax.vjp(lambda p: of.loss(p, example), of.parameters, has_aux=True)
+
+        def row(seed: jax.Array) -> jax.Array:
+            gradients = pull(seed.reshape(values.shape).astype(values.dtype))[0]
+            return ravel_pytree(posterior._root(tree_of(of, [g.astype(wide(g.dtype)) for g in gradients])))[0]
+
+        rows = jax.vmap(row)(jnp.eye(values.size))
+        return values.astype(rows.dtype), jnp.matmul(rows, rows.T, precision="highest")
+
+    out = of.program.closed.out_avals[0]
+    numbers = math.prod(out.shape) * sum(x.size for x in of.parameters)
+    at_once = max(1, min(of.size, _NUMBERS // max(1, numbers)))
+    return lax.map(of_example, of.examples, batch_size=at_once)
 
 
 def laplace(
