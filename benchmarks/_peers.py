@@ -16,7 +16,19 @@ def install(*what: str) -> bool:
     return subprocess.run([*PIP, *what], cwd=ROOT, check=False).returncode == 0
 
 
+def remove_what_cannot_be_imported() -> None:
+    """Uninstall a torchvision that does not fit the build of torch: others import it if it is there, and fail."""
+    installed = subprocess.run([sys.executable, "-m", "pip", "show", "--quiet", "torchvision"], check=False).returncode
+    if installed == 0 and subprocess.run([sys.executable, "-c", "import torchvision"], check=False).returncode:
+        subprocess.run([sys.executable, "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision"], check=True)
+
+
 def main() -> None:
+    install_all()
+    remove_what_cannot_be_imported()
+
+
+def install_all() -> None:
     if install("--editable", ".[bench]"):
         return
     print("installing them together failed; installing one library after another")

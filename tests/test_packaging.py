@@ -90,6 +90,7 @@ def files_of(*options: str) -> set[str]:
     return {name for name in listed.stdout.splitlines() if (ROOT / name).exists()}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="git lists the files of the repository")
 def test_the_sdist_holds_the_repository_and_nothing_else(sdist: Path) -> None:
     found = {path.relative_to(sdist).as_posix() for path in sdist.rglob("*") if path.is_file()}

@@ -26,6 +26,7 @@ from ._models.split_model import (
     refuse_shared_state,
     split,
     splits_of,
+    without_shared,
 )
 
 P = ParamSpec("P")
@@ -156,26 +157,28 @@ def vmap_of(
         for ensemble in filter(is_members, models_of((args, kwargs))):
             len(ensemble)  # raises unless axis 0 indexes the members
         refuse_shared_state(api, fun, owner, args, kwargs)
-        size = mapped_size(api, fun, args, kwargs, argument_axes, keyword_axis, expected, given_by)
+        own, own_kwargs = without_shared((args, kwargs))
+        size = mapped_size(api, fun, own, own_kwargs, argument_axes, keyword_axis, expected, given_by)
         _check_model_axes(api, fun, args, argument_axes)
         axes = (owner_axis, argument_axes, keyword_axis)
         leaves, treedef = jax.tree.flatten(_split_models((owner, args, kwargs)))
         # Explicit sharding is part of an array's type, and JAX maps only arrays whose mapped axes are sharded alike.
-        leaves, parts = divided_alike(leaves, broadcast_axes(axes, jax.tree.unflatten(treedef, leaves)))
-        arrays = jax.tree.unflatten(treedef, leaves)
+        leaf_axes = _leaf_axes(axes, jax.tree.unflatten(treedef, leaves))
+        leaves, parts = divided_alike(leaves, leaf_axes)
+        arrays, array_axes = jax.tree.unflatten(treedef, leaves), jax.tree.unflatten(treedef, leaf_axes)
 
         def of_slice(owner: Any, args: Any, kwargs: Any) -> Any:
             return _evaluate_slice(api, function, (owner, args, kwargs), axes, out_axes)
 
         def over_slices(size: int) -> Callable[..., Any]:
-            return jax.vmap(of_slice, axes, out_axes, axis_size=size, **names)
+            return jax.vmap(of_slice, array_axes, out_axes, axis_size=size, **names)
 
         def in_chunks(chunk: int | None) -> Any:
             if chunk is None or chunk >= size:
                 return over_slices(size)(*arrays)
             if parts > 1:
-                return map_parts_in_chunks(over_slices, arrays, axes, out_axes, size, parts, chunk)
-            return map_in_chunks(over_slices, arrays, axes, out_axes, size, chunk)
+                return map_parts_in_chunks(over_slices, arrays, array_axes, out_axes, size, parts, chunk)
+            return map_in_chunks(over_slices, arrays, array_axes, out_axes, size, chunk)
 
         with _suggesting(api, fun, argument_axes):
             # For a budget, `in_chunks` is compiled with several chunk sizes until the largest that fits is found.
@@ -206,6 +209,17 @@ def _is_stacked(x: Any) -> bool:
 def _split_models(tree: Any) -> Any:
     """Return `tree` with every model in it split; ensembles stay as they are, since they are pytrees of arrays."""
     return jax.tree.map(lambda x: x if is_members(x) or not is_model(x) else split(x), tree, is_leaf=is_model)
+
+
+def _leaf_axes(axes: Axes, tree: Any) -> list[int | None]:
+    """Return the axis of each array; None for those that all members of an ensemble share."""
+    found: list[int | None] = []
+    for x, axis in zip(
+        jax.tree.leaves(tree, is_leaf=is_members), broadcast_axes(axes, tree, is_leaf=is_members), strict=True
+    ):
+        own = len(jax.tree.leaves(without_shared(x)))
+        found += [axis] * own + [None] * (len(jax.tree.leaves(x)) - own)
+    return found
 
 
 def _check_model_axes(api: str, fun: Callable[..., Any], args: tuple[Any, ...], axes: tuple[Axes, ...]) -> None:

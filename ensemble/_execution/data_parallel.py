@@ -23,6 +23,7 @@ from ...transforms._models.hashable import HashablePytree
 from ...transforms._models.split_model import dotted
 from ...transforms._models.split_model import split as split_model
 from .._members.sharding import DATA, Layout, everywhere
+from .._members.shared import with_shared
 from .._members.strategy import take_member
 from .._step.member_step import MemberStep, metrics_of
 from .._step.state import Arrays
@@ -44,15 +45,15 @@ def check_split(step: MemberStep, layout: Layout, inputs: StepInputs) -> bool:
     state, arguments, axes = inputs.state, inputs.arguments, inputs.axes
     layout.check_batch("Trainer.step", arguments, axes)
     split = [DATA in spec for spec in jax.tree.leaves(layout.batch_specs(arguments, axes))]
-    arrays, *batch = inputs.of_member()
+    arrays, shared, *batch = inputs.of_member()
 
-    def left_and_reported(arrays: Any, batch: Any) -> Any:
-        metrics, _, after = step.loss_and_gradients(state._structure, arrays, batch, True)
+    def left_and_reported(arrays: Any, shared: Any, batch: Any) -> Any:
+        metrics, _, _, after = step.loss_and_gradients(state._structure, arrays, shared, batch, True)
         return after.rest, metrics
 
     trace = jax.make_jaxpr(left_and_reported, axis_env=[(DATA, layout.shards)], return_shape=True)
-    closed, out = trace(arrays, batch)
-    may_differ = differs(closed.jaxpr, [False] * len(jax.tree.leaves(arrays)) + split)
+    closed, out = trace(arrays, shared, batch)
+    may_differ = differs(closed.jaxpr, [False] * len(jax.tree.leaves((arrays, shared))) + split)
     of_part = f"on each part of a batch that the mesh splits over {DATA!r}, the loss"
     for (path, x), differ in zip(jax.tree.leaves_with_path(out), may_differ, strict=True):
         name = dotted(path[1:])
@@ -86,13 +87,14 @@ def _check_mean(step: MemberStep, layout: Layout, inputs: StepInputs, split: lis
             first((stacked(state)._arrays(),), HashablePytree.of((0,))),
             first(arguments, HashablePytree.of(axes)),
         )
-        (arrays,), batch = jax.tree.map(layout.place_shared, everywhere(of_first))
+        shared = None if state._shared is None else state._shared.arrays
+        ((arrays,), batch), shared = jax.tree.map(layout.place_shared, everywhere((of_first, shared)))
     leaves, treedef = jax.tree.flatten(batch)
 
     def of_part(arrays: Arrays, *leaves: Any) -> Any:
         """Return the state of the model after the loss of a part of the batch, and the metrics."""
         trainable, rest, _, standing = arrays
-        model = state._structure.merge(trainable, rest)
+        model = state._structure.merge(*with_shared(trainable, rest, shared))
         metrics = metrics_of(step.loss.of(standing.hyperparams)(model, *jax.tree.unflatten(treedef, leaves)))
         return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, (split_model(model).rest, metrics))
 

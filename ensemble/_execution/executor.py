@@ -21,9 +21,11 @@ from ...transforms._models.hashable import HashablePytree
 from ...transforms._models.stacking import stack
 from ...transforms._runs.source import first_of
 from .._members.sharding import ENSEMBLE, Layout, within
+from .._members.shared import SharedArrays
 from .._members.strategy import Execution, over_members, take_member
 from .._step.member_step import MemberStep
-from .._step.state import Arrays, TrainState
+from .._step.shared_step import SharedStep
+from .._step.state import Arrays, SharedState, Trained, TrainState
 from .forms import Padded, State, Unstacked, padded, put, rows_of, stacked, take, unstacked, without_padding
 
 
@@ -56,7 +58,7 @@ class StepInputs(NamedTuple):
     @property
     def kind(self) -> Any:
         """Return a hashable value that identifies the compiled program: structures, shapes, dtypes and axes."""
-        leaves, treedef = jax.tree.flatten((self.state._member(), self.arguments))
+        leaves, treedef = jax.tree.flatten((self.state._member(), self.state._shared, self.arguments))
         shapes = tuple((x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in leaves)
         return self.state._structure, self.size, treedef, shapes, HashablePytree.of(self.axes), self.steps
 
@@ -67,11 +69,17 @@ class StepInputs(NamedTuple):
         leaves = jax.tree.leaves((self.state, self.arguments))
         return any(isinstance(x, Tracer) for x in leaves) or isinstance(jnp.zeros(()), Tracer)
 
+    @property
+    def trains_shared(self) -> bool:
+        """Return whether the members share parameters that train."""
+        return self.state._shared is not None and self.state._shared.trains
+
     def of_member(self) -> tuple[Any, ...]:
-        """Return the shapes and dtypes of the inputs of one member's step."""
+        """Return the shapes and dtypes of the inputs of one member's step: its arrays, the shared ones, the batch."""
         one = self.arguments if self.steps is None else jax.eval_shape(first_of, self.arguments)
         batch = jax.eval_shape(lambda *args: take_member(args, self.axes, 0), *one)
-        return self.state._member(), *batch
+        shared = jax.eval_shape(lambda: self.state._shared)
+        return self.state._member(), None if shared is None else shared.arrays, *batch
 
 
 class Executor:
@@ -79,11 +87,12 @@ class Executor:
 
     Args:
       step: the step of one member.
+      shared_step: the step of the parameters that all members share.
       layout: the layout of the members on a mesh; None without a mesh, when the `Execution` sets the number of devices.
     """
 
-    def __init__(self, step: MemberStep, layout: Layout | None) -> None:
-        self._step = step
+    def __init__(self, step: MemberStep, shared_step: SharedStep, layout: Layout | None) -> None:
+        self._step, self._shared_step = step, shared_step
         self.layout = layout
         self._latest: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
         # One program for a step that leaves its state usable, and one for a step that donates the memory of its state.
@@ -107,27 +116,33 @@ class Executor:
             layout = self._layout_of(execution)
             with within(layout):
                 program = self.program(execution, inputs, donate)
-                arrays, step, metrics = program(*self._arguments(execution, inputs))
-            after = Padded(structure, size, arrays, step)
+                arguments = self._arguments(execution, inputs)
+                arrays, trained, step, metrics = program(*arguments)
+            shared = None if arguments[2] is None else SharedState.of(trained, arguments[2])
+            after = Padded(structure, size, arrays, step, shared)
             metrics = metrics if layout is None else without_padding(metrics, size)
         else:
-            static, batches = self._static(execution, inputs), _on_device(inputs.arguments)
-            of_members = []
+            static, last = self._static(execution, inputs), self._last_of_member(inputs)
+            of_members, shared = [], inputs.state._shared
             # The index is an array, so that one program serves all members.
             if donate:
                 before, members = unstacked(inputs.state), []
                 for i, member in enumerate(before.members):
-                    new, metrics = self._member_program(static, member, np.uint32(i), batches)
+                    new, metrics = self._member_program(static, member, np.uint32(i), *last)
                     members.append(new)
                     of_members.append(metrics)
             else:
                 arrays = stacked(inputs.state)._arrays()
                 new = _room_for(arrays)
                 for i in range(size):
-                    new, metrics = self._row_program(static, arrays, new, np.uint32(i), batches)
+                    new, metrics = self._row_program(static, arrays, new, np.uint32(i), *last)
                     of_members.append(metrics)
             step, metrics = _next_step_and_stacked(inputs.state.step, of_members, inputs.steps or 1)
-            after = Unstacked(structure, members, step) if donate else TrainState._of_arrays(structure, new, step)
+            after = (
+                Unstacked(structure, members, step, shared)
+                if donate
+                else TrainState._of_arrays(structure, new, step, shared)
+            )
         return after if donate else stacked(after), metrics
 
     def temporaries(self, inputs: StepInputs, donate: bool, execution: Execution) -> int:
@@ -139,7 +154,7 @@ class Executor:
         """Return the lowered program of a step; for "loop", that of one member."""
         if execution.strategy == "loop":
             static, member = self._static(execution, inputs), inputs.state._member()
-            last = np.uint32(0), _on_device(inputs.arguments)
+            last = np.uint32(0), *self._last_of_member(inputs)
             if donate:
                 return self._member_program.lower(static, member, *last)
             rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((inputs.size, *x.shape), x.dtype), member)
@@ -152,11 +167,15 @@ class Executor:
             return self.program(execution, inputs, donate).lower(*arguments)
 
     def program(self, execution: Execution, inputs: StepInputs, donate: bool) -> Any:
-        """Return the compiled program of a step: a function of the arrays of all members, the step and the batch."""
+        """Return the compiled program of a step.
+
+        It is a function of the arrays of all members, the shared ones that train and those that do not, the step and
+        the batch.
+        """
         return self._program(self._static(execution, inputs), donate)
 
     def _compiled(self, static: tuple[Any, ...], donate: bool) -> Any:
-        return jax.jit(partial(self._step_of_all, donate, static), donate_argnums=(0,) * donate)
+        return jax.jit(partial(self._step_of_all, donate, static), donate_argnums=(0, 1) if donate else ())
 
     def _static(self, execution: Execution, inputs: StepInputs) -> tuple[Any, ...]:
         """Return the static argument of the programs; the same object for equal steps in a row, which is quicker."""
@@ -169,10 +188,15 @@ class Executor:
         """Return the arguments of a program of all members, with the arrays on the devices of that program."""
         state, batches, layout = inputs.state, inputs.arguments, self._layout_of(execution)
         if layout is None:
-            return rows_of(state), state.step, batches
+            return rows_of(state), *_in_parts(state._shared), state.step, batches
         state = padded(state, layout)
         placed = layout.place_batch(batches, inputs.axes, inputs.size, stacked=inputs.steps is not None)
-        return state.arrays, state.step, placed
+        return state.arrays, *_in_parts(state._shared), state.step, placed
+
+    def _last_of_member(self, inputs: StepInputs) -> tuple[Any, Any]:
+        """Return the last arguments of a program of one member: the arrays that all share, and the batch."""
+        shared = inputs.state._shared
+        return None if shared is None else shared.arrays, _on_device(inputs.arguments)
 
     def _layout_of(self, execution: Execution) -> Layout | None:
         if self.layout is None and execution.devices > 1:
@@ -192,40 +216,71 @@ class Executor:
         return jax.make_jaxpr(step, axis_env=axis_env)(*inputs.of_member())
 
     def _step_of_all(
-        self, in_place: bool, static: tuple[Any, ...], arrays: Arrays, step: jax.Array, batches: Any
-    ) -> tuple[Arrays, jax.Array, dict[str, Any]]:
-        """Return the new arrays of all members, the next step number, and the metrics; compiled in `__init__`."""
-        one, steps = partial(self._one_step_of_all, in_place, static), static[3]
-        arrays, metrics = _in_sequence(one, arrays, batches, steps)
-        return arrays, step + (steps or 1), metrics
+        self,
+        in_place: bool,
+        static: tuple[Any, ...],
+        arrays: Arrays,
+        trained: Trained | None,
+        constant: SharedArrays | None,
+        step: jax.Array,
+        batches: Any,
+    ) -> tuple[Arrays, Trained | None, jax.Array, dict[str, Any]]:
+        """Return the new arrays of all members, the shared ones, the next step number, and the metrics; compiled."""
+        one, steps = partial(self._one_step_of_all, in_place, static, constant), static[3]
+        (arrays, trained), metrics = _in_sequence(one, (arrays, trained), batches, steps)
+        return arrays, trained, step + (steps or 1), metrics
 
-    def _one_step_of_all(self, in_place: bool, static: tuple[Any, ...], arrays: Arrays, batch: Any) -> Any:
-        """Return the new arrays of all members, and the metrics."""
-        structure, execution, size, _, axes = static
+    def _one_step_of_all(
+        self,
+        in_place: bool,
+        static: tuple[Any, ...],
+        constant: SharedArrays | None,
+        before: tuple[Arrays, Trained | None],
+        batch: Any,
+    ) -> Any:
+        """Return the new arrays of all members and the shared ones, and the metrics."""
+        (structure, execution, size, _, axes), (arrays, trained) = static, before
+        shared = None if constant is None or trained is None else SharedState.of(trained, constant).arrays
         layout = self._layout_of(execution)
         of_member = partial(self._step, structure, split=layout is not None and layout.shards > 1)
 
         def mapped(size: int) -> Callable[..., Any]:
-            return over_members(of_member, execution, (0, *axes.value), size, in_place=in_place)
+            return over_members(of_member, execution, (0, None, *axes.value), size, in_place=in_place)
 
         if layout is None:
-            return mapped(size)(arrays, *batch)
-        # `shard_map` wraps the strategy, so that the compiler sees the program of one device for its own members.
-        of_device = mapped(layout.padded(size) // layout.devices)
-        specs = layout.batch_specs(batch, axes.value)
-        return layout.on_each(of_device, P(ENSEMBLE), *specs)(arrays, *batch)
+            arrays, (metrics, given) = mapped(size)(arrays, shared, *batch)
+        else:
+            # `shard_map` wraps the strategy, so that the compiler sees the program of one device for its own members.
+            of_device = mapped(layout.padded(size) // layout.devices)
+            specs = layout.batch_specs(batch, axes.value)
+            arrays, (metrics, given) = layout.on_each(of_device, P(ENSEMBLE), P(), *specs)(arrays, shared, *batch)
+        if trained is not None and given is not None:
+            trained = self._shared_step.update(trained, given, size)
+        return (arrays, trained), metrics
 
-    def _step_of_member(self, static: tuple[Any, ...], arrays: Arrays, i: jax.Array, batches: Any) -> Any:
+    def _step_of_member(self, static: tuple[Any, ...], arrays: Arrays, i: jax.Array, shared: Any, batches: Any) -> Any:
         """Return the new arrays and the metrics of a member; compiled once for all members."""
         structure, execution, _, steps, axes = static
         step: Callable[..., Any] = partial(self._step, structure)
         step = convolutions_as_products(step) if execution.products else step
-        return _in_sequence(lambda own, batch: step(own, *take_member(batch, axes.value, i)), arrays, batches, steps)
 
-    def _step_of_row(self, static: tuple[Any, ...], arrays: Arrays, new: Arrays, i: jax.Array, batches: Any) -> Any:
+        def one(own: Arrays, batch: Any) -> tuple[Arrays, dict[str, Any]]:
+            own, (metrics, _) = step(own, shared, *take_member(batch, axes.value, i))
+            return own, metrics
+
+        return _in_sequence(one, arrays, batches, steps)
+
+    def _step_of_row(
+        self, static: tuple[Any, ...], arrays: Arrays, new: Arrays, i: jax.Array, shared: Any, batches: Any
+    ) -> Any:
         """Take the step of member `i` of `arrays`, write its arrays into `new`; return `new` and the metrics."""
-        of_member, metrics = self._step_of_member(static, take(arrays, i), i, batches)
+        of_member, metrics = self._step_of_member(static, take(arrays, i), i, shared, batches)
         return put(new, of_member, i), metrics
+
+
+def _in_parts(shared: SharedState | None) -> tuple[Any, Any]:
+    """Return the shared arrays that train, with their optimizer state, and those that do not."""
+    return (None, None) if shared is None else (shared.trained, shared.constant)
 
 
 def _in_sequence(

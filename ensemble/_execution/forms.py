@@ -18,10 +18,10 @@ from jax import lax
 
 from ...transforms._models.split_model import Structure
 from .._members.sharding import Layout, constrain, pad, within
-from .._step.state import Arrays, TrainState
+from .._step.state import Arrays, SharedState, TrainState
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["members", "step"], meta_fields=["_structure"])
+@partial(jax.tree_util.register_dataclass, data_fields=["members", "step", "_shared"], meta_fields=["_structure"])
 @dataclass(frozen=True)
 class Unstacked:
     """A state with separate arrays for each member."""
@@ -29,6 +29,7 @@ class Unstacked:
     _structure: Structure
     members: Sequence[Arrays]
     step: jax.Array
+    _shared: SharedState | None
 
     @property
     def _size(self) -> int:
@@ -38,7 +39,10 @@ class Unstacked:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.members[0])
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["arrays", "step"], meta_fields=["_structure", "_size"])
+_STATIC = ["_structure", "_size"]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["arrays", "step", "_shared"], meta_fields=_STATIC)
 @dataclass(frozen=True)
 class Padded:
     """A state of `_size` members, padded with copies of the last one, so that each device has the same number."""
@@ -47,6 +51,7 @@ class Padded:
     _size: int
     arrays: Arrays
     step: jax.Array
+    _shared: SharedState | None
 
     def _member(self) -> Arrays:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.arrays)
@@ -60,12 +65,12 @@ def stacked(state: State) -> TrainState:
     if isinstance(state, TrainState):
         return state
     if isinstance(state, Padded):
-        return TrainState._of_arrays(state._structure, rows_of(state), state.step)
+        return TrainState._of_arrays(state._structure, rows_of(state), state.step, state._shared)
     # One member at a time into donated arrays: one compiled program for any number of members, and no second copy.
     arrays = _room(state.members[0], state._size)
     for i, member in enumerate(state.members):
         arrays = put(arrays, member, np.uint32(i))
-    return TrainState._of_arrays(state._structure, arrays, state.step)
+    return TrainState._of_arrays(state._structure, arrays, state.step, state._shared)
 
 
 def rows_of(state: State) -> Arrays:
@@ -84,7 +89,7 @@ def unstacked(state: State) -> Unstacked:
     # One program for any number of members; splitting all arrays at once would compile one for each number.
     arrays = stacked(state)._arrays()
     members = [take(arrays, np.uint32(i)) for i in range(state._size)]
-    return Unstacked(state._structure, members, state.step)
+    return Unstacked(state._structure, members, state.step, state._shared)
 
 
 def padded(state: State, layout: Layout) -> Padded:
@@ -96,7 +101,8 @@ def padded(state: State, layout: Layout) -> Padded:
         # Copies of a member instead of zeros: the loss of zeros may not be finite, and `jax_debug_nans` would raise for
         # a member that does not exist.
         arrays = _pad(arrays, layout, layout.padded(size) - size)
-    return Padded(state._structure, size, arrays, layout.place_shared(state.step))
+    step, shared = jax.tree.map(layout.place_shared, (state.step, state._shared))
+    return Padded(state._structure, size, arrays, step, shared)
 
 
 def without_padding(rows: Any, size: int) -> Any:

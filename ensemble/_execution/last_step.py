@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from .._step.state import TrainState
+from .._step.state import SharedState, TrainState
 
 Program = Callable[..., Any]
 
@@ -20,8 +20,8 @@ class LastStep:
     structure and shapes. Its checks would take longer than the step of a small ensemble.
 
     Args:
-      program: the compiled program: from the arrays of a state, its step and the arguments of the loss to the same
-        arrays, the step and the metrics.
+      program: the compiled program: from the arrays of a state, the shared ones that train and those that do not, the
+        step and the arguments of the loss to the new arrays, shared ones, step and the metrics.
       before: the state before the step.
       after: the state after it.
       arguments: the arguments of the loss after the model.
@@ -40,8 +40,10 @@ class LastStep:
         arguments = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
         if _kind_of(arguments) != self._kind:
             return None
-        arrays, step, metrics = self._program(state._arrays(), state.step, arguments)
-        new = state._with(arrays, step)
+        shared = state._shared
+        inputs = (None, None) if shared is None else (shared.trained, shared.constant)
+        arrays, trained, step, metrics = self._program(state._arrays(), *inputs, state.step, arguments)
+        new = state._with(arrays, step, None if shared is None else SharedState.of(trained, shared.constant))
         self._states = weakref.ref(state), weakref.ref(new)
         return new, metrics
 

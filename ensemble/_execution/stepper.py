@@ -19,6 +19,7 @@ from ...transforms._runs.source import Stacked, copied, first_of
 from .._members.sharding import Layout
 from .._members.strategy import Execution, by_rule
 from .._step.member_step import MemberStep
+from .._step.shared_step import SharedStep
 from .._step.state import TrainState
 from .autotune import Tuning, fingerprint, recall, remember
 from .data_parallel import check_split
@@ -36,6 +37,7 @@ class Stepper:
 
     Args:
       step: the step of one member.
+      shared_step: the step of the parameters that all members share.
       layout: the layout of the members on a mesh; None without a mesh.
       in_axes: the axes of a batch, as for `Trainer`.
       asked: the strategy and the chunk size that were passed to the trainer.
@@ -53,6 +55,7 @@ class Stepper:
     def __init__(
         self,
         step: MemberStep,
+        shared_step: SharedStep,
         layout: Layout | None,
         in_axes: Axes,
         asked: Execution,
@@ -62,7 +65,7 @@ class Stepper:
     ) -> None:
         self._step, self._in_axes, self._asked = step, in_axes, asked
         self._budget, self._seconds, self._cache = budget, seconds, cache
-        self.executor = Executor(step, layout)
+        self.executor = Executor(step, shared_step, layout)
         self.search: Search | None = None
         self.last: LastStep | None = None
         self.digests: dict[Any, str] = {}
@@ -244,7 +247,7 @@ class Stepper:
         if traced := inputs.is_traced:  # part of one program on one device, which may be differentiated
             # XLA is slow at convolutions that are batched or in a loop, so without products the members take turns.
             chosen = Execution("loop") if chosen.products else chosen._replace(devices=1)
-        if chosen.strategy == "loop" and (traced or on_mesh):
+        if chosen.strategy == "loop" and (traced or on_mesh or inputs.trains_shared):
             # Unrolled, with a copy of the step for each member; "auto" uses a compiled loop for many members.
             many = self._asked.strategy == "auto" and self._members_per_device(inputs) > _MOST_COPIES
             chosen = chosen._replace(strategy="map" if many else "unroll")
@@ -272,7 +275,9 @@ class Stepper:
         sizes = inputs.size, self._members_per_device(inputs)
         search = self._searches[kind] = Search(
             known,
-            self._candidates(rule, has_convolution(jaxpr), sizes[1]),
+            self._candidates(
+                rule, has_convolution(jaxpr), sizes[1], one_program=layout is not None or inputs.trains_shared
+            ),
             sizes,
             self._seconds,
             self._budget,
@@ -288,13 +293,13 @@ class Stepper:
             jaxpr, inputs.size, inputs.axes, self._budget, on_mesh, len(jax.local_devices()), donate, steps
         )
 
-    def _candidates(self, rule: Execution, convolutions: bool, members: int) -> list[Execution]:
+    def _candidates(self, rule: Execution, convolutions: bool, members: int, *, one_program: bool) -> list[Execution]:
         """Return the executions that may be faster than that of the rule, the most promising first."""
         on_mesh, spread = self.executor.layout is not None, 1
         if not on_mesh and platform() == "cpu":
             spread = min(len(jax.local_devices()), members)
         # By what was fastest for networks of several kinds; unrolled programs take the longest to compile.
-        ways = ("map", "vmap") if on_mesh else ("loop", "map", "vmap")
+        ways = ("map", "vmap") if one_program else ("loop", "map", "vmap")
         found = [rule._replace(strategy=x, devices=spread) for x in ("vmap", "map", "unroll") if spread > 1]
         found += [rule._replace(strategy=x) for x in ways]
         if (chunk := chunk_of(members, members // 4, rule)) is not None:

@@ -38,11 +38,11 @@ def call_members(ens: Any, programs: dict[Any, Callable[..., Any]], args: Any, k
     plain = in_axes is None or type(in_axes) is int
     flat = in_axes, *map(type, args)
     if plain and not kwargs and (known := programs.get(flat)):
-        return known(ens.trainable, ens.rest, list(args))
+        return known(ens.trainable, ens.rest, ens.shared, list(args))
     leaves, treedef = jax.tree.flatten((args, kwargs))
     kind = treedef, in_axes, *map(type, leaves)
     if plain and (known := programs.get(kind)):
-        return known(ens.trainable, ens.rest, leaves)
+        return known(ens.trainable, ens.rest, ens.shared, leaves)
     check_in_axes("Ensemble", in_axes)
     ens._check_intact()
     arrays, static = HashablePytree.separate((args, kwargs))
@@ -50,21 +50,21 @@ def call_members(ens: Any, programs: dict[Any, Callable[..., Any]], args: Any, k
     home = layout or Layout.home(ens)
     program = _program(jax.tree.structure(ens), static, HashablePytree.of(in_axes), layout)
     if home is None:
-        out = program(ens.trainable, ens.rest, arrays)
+        out = program(ens.trainable, ens.rest, ens.shared, arrays)
         if plain and len(arrays) == len(leaves):
             is_flat = not kwargs and len(leaves) == len(args) and all(x is y for x, y in zip(leaves, args, strict=True))
             programs[flat if is_flat else kind] = program
         return out
     with within(home):
         arrays = list(map(layout.place_shared if layout else home.reach, arrays))
-        return program(ens.trainable, ens.rest, arrays)
+        return program(ens.trainable, ens.rest, ens.shared, arrays)
 
 
 # A cached function, since `jax.jit` compares static arguments at every call, which takes longer than a small program.
 @lru_cache(maxsize=4096)
 def _program(
     ensemble: Any, static: HashablePytree, in_axes: HashablePytree, layout: Layout | None
-) -> Callable[[Any, Any, list[Any]], Any]:
+) -> Callable[[Any, Any, Any, list[Any]], Any]:
     """Return the compiled program that calls all members.
 
     Args:
@@ -74,8 +74,8 @@ def _program(
       layout: the devices of the members; None on one device.
 
     Returns:
-      A function of the trainable and the other arrays of the ensemble, and the arrays among the arguments, that returns
-      the outputs of the members, stacked along axis 0.
+      A function of the trainable, the other and the shared arrays of the ensemble, and the arrays among the arguments,
+      that returns the outputs of the members, stacked along axis 0.
     """
     return jax.jit(partial(_outputs, ensemble, static, in_axes, layout))
 
@@ -87,9 +87,10 @@ def _outputs(
     layout: Layout | None,
     trainable: Any,
     rest: Any,
+    shared: Any,
     arrays: list[Any],
 ) -> Any:
-    ens = jax.tree.unflatten(ensemble, jax.tree.leaves((trainable, rest)))
+    ens = jax.tree.unflatten(ensemble, jax.tree.leaves((trainable, rest, shared)))
     args, kwargs = static.join(arrays)
     axes = axes_per_argument("Ensemble", in_axes.value, args)
     keyword_axis = None if in_axes.value is None else 0
@@ -100,35 +101,40 @@ def _outputs(
     leaf_axes = zip(jax.tree.leaves((args, kwargs)), broadcast_axes((axes, keyword_axis), (args, kwargs)), strict=True)
     array_axes = [axis and axis % jnp.ndim(x) for x, axis in leaf_axes if HashablePytree.is_array(x)]
 
-    def call_member(member: Any, arrays: list[Any]) -> Any:
+    def call_member(own: Any, shared: Any, arrays: list[Any]) -> Any:
         """Return the output of one member; raise if the call changes its state."""
+        member = jax.tree.unflatten(ensemble, jax.tree.leaves((own, shared)))
         arguments = (split(member.__plurax_member__()), *static.join(arrays))
         out, models = call_with_models(_evaluate, arguments)
         why, view = "which would be lost; use", "ensemble.view("
         refuse_changes("Ensemble: a call", _evaluate, arguments, models, why, view=view)
         return out
 
-    def call(ens: Any, arrays: list[Any]) -> Any:
-        """Return the outputs of the members of one device."""
+    def call(*of_members: Any) -> Any:
+        """Return the outputs of the members of one device, from own and shared arrays and arguments."""
+        members = len(jax.tree.leaves(of_members[0])[0])
 
         def executed(fun: Callable[..., Any], strategy: str) -> Any:
-            return over_members(fun, Execution(strategy), (0, array_axes), len(ens))
+            return over_members(fun, Execution(strategy), (0, None, array_axes), members)
 
         # The batched program shows whether there is a convolution. If not, the traced program is executed, so that a
         # member is not traced twice.
-        batched, out = jax.make_jaxpr(executed(call_member, "vmap"), return_shape=True)(ens, arrays)
+        batched, out = jax.make_jaxpr(executed(call_member, "vmap"), return_shape=True)(*of_members)
         if in_turn(batched.jaxpr, platform()):
-            return executed(products_unless_differentiated(call_member, few_channels.run), "map")(ens, arrays)
-        return jax.tree.unflatten(jax.tree.structure(out), jaxpr_as_fun(batched)(*jax.tree.leaves((ens, arrays))))
+            return executed(products_unless_differentiated(call_member, few_channels.run), "map")(*of_members)
+        return jax.tree.unflatten(jax.tree.structure(out), jaxpr_as_fun(batched)(*jax.tree.leaves(of_members)))
+
+    own = ens.trainable, ens.rest
 
     if layout is None:
         # Explicit sharding is part of an array's type, and JAX requires mapped axes to have the same sharding.
-        leaves, treedef = jax.tree.flatten((ens, arrays))
-        leaves, _ = divided_alike(leaves, [0] * (len(leaves) - len(arrays)) + array_axes)
+        leaves, treedef = jax.tree.flatten((own, ens.shared, arrays))
+        count = len(jax.tree.leaves(ens.shared))
+        leaves, _ = divided_alike(leaves, [0] * len(jax.tree.leaves(own)) + [None] * count + array_axes)
         return call(*jax.tree.unflatten(treedef, leaves))
     # Each device calls its own members: without `shard_map` the compiler would gather the members for convolutions.
     specs = [P() if axis is None else P(*[None] * axis, ENSEMBLE) for axis in array_axes]
-    return layout.on_each(call, P(ENSEMBLE), specs)(ens, arrays)
+    return layout.on_each(call, P(ENSEMBLE), P(), specs)(own, ens.shared, arrays)
 
 
 def _evaluate(model: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -17,23 +17,34 @@ from ...transforms._core.compat import Tracer
 from ...transforms._core.prng import is_key
 from ...transforms._models.equinox import is_equinox
 from ...transforms._models.split_model import SplitModel, Structure, is_model, split
-from ...transforms._models.stacking import check_leaves, stack_models, strong
+from ...transforms._models.stacking import check_leaves, split_alike, stack, stack_models, strong
 from .sharding import ENSEMBLE, Layout, uncommitted
+from .shared import SharedArrays, check_equal, separate, shared_paths
 
 _REMEDY = "build all members with one configuration", "define it once, at module level, or use Ensemble.create"
 
 _OTHERS = "for models of Linen or Equinox, and for functions, use Ensemble.from_apply(apply, variables)"
 
 
-def stack_members(api: str, members: Sequence[Any]) -> tuple[Structure, Any, Any]:
-    """Return the structure of the members, and their stacked trainable and other arrays; raise if they differ."""
-    parts = stack_models(api, "member", _REMEDY, members)
-    _check_any_arrays(api, parts)
-    return parts.structure, parts.trainable, parts.rest
+# The structure of the members, their stacked trainable and other arrays, and what they share.
+Created = tuple[Structure, Any, Any, SharedArrays | None]
 
 
-def create_members(make: Callable[..., Any], size: int, seed: Any, mesh: Any) -> tuple[Structure, Any, Any]:
-    """Return the same for newly created members; arguments as for `Ensemble.create`."""
+def stack_members(api: str, members: Sequence[Any], filter: Any = None) -> Created:
+    """Return the parts of an ensemble of these members; raise if they differ."""
+    if filter is None:
+        parts = stack_models(api, "member", _REMEDY, members)
+        _check_any_arrays(api, parts)
+        return parts.structure, parts.trainable, parts.rest, None
+    paths = shared_paths(api, members[0], filter)
+    each = split_alike(api, "member", _REMEDY, members, paths)
+    own, shared = zip(*(separate(part, paths) for part in each), strict=True)
+    check_equal(api, shared)
+    return each[0].structure, *strong(stack(own)), strong(shared[0])
+
+
+def create_members(make: Callable[..., Any], size: int, seed: Any, mesh: Any, filter: Any = None) -> Created:
+    """Return the parts of an ensemble of newly created members; arguments as for `Ensemble.create`."""
     from flax import nnx
 
     _check_make(make)
@@ -41,8 +52,8 @@ def create_members(make: Callable[..., Any], size: int, seed: Any, mesh: Any) ->
     key = _key(seed, size)
     structures: list[Structure] = []
 
-    def make_one(i: jax.Array) -> tuple[Any, Any]:
-        """Return the arrays of member `i`, and append its structure to a list, since lax.map returns arrays only."""
+    def made(i: jax.Array) -> tuple[tuple[Any, Any], SharedArrays | None]:
+        """Return the own and the shared arrays of member `i`, and append its structure to a list."""
         # A folded key does not depend on the number of members.
         member = make(nnx.Rngs(key[i] if key.ndim else jax.random.fold_in(key, i)))
         if not is_model(member):
@@ -52,25 +63,29 @@ def create_members(make: Callable[..., Any], size: int, seed: Any, mesh: Any) ->
         check_leaves("Ensemble.create", "the model that make returns", parts)
         _check_any_arrays("Ensemble.create", parts)
         structures.append(parts.structure)
-        return strong((parts.trainable, parts.rest))
+        if filter is None:
+            return strong((parts.trainable, parts.rest)), None
+        return strong(separate(parts, shared_paths("Ensemble.create", member, filter)))
 
     # A loop instead of a vmap, since keys of the `rbg` kind give different numbers under vmap.
-    make_some = partial(lax.map, make_one)
+    make_some = partial(lax.map, lambda i: made(i)[0])
+    share = (lambda: None) if filter is None else (lambda: made(jnp.array(0))[1])
     if mesh is None:
-        trainable, rest = _run_once(lambda: make_some(jnp.arange(size)), key)
-        return structures[0], trainable, rest
+        own, shared = _run_once(lambda: (make_some(jnp.arange(size)), share()), key)
+        return structures[0], *own, shared
     layout = Layout.of("Ensemble.create", mesh)
     if layout.padded(size) != size:
         devices = f'the {layout.devices} devices of the mesh axis "ensemble"; use a multiple of {layout.devices}'
         raise ValueError(f"Ensemble.create: {size} members do not divide over {devices}.")
     if isinstance(key, Tracer):
         raise TypeError("Ensemble.create: with a mesh, seed must have a value, but got one that is traced.")
-    # `make_one` closes over the key, which may be committed to devices outside the mesh.
+    # `made` closes over the key, which may be committed to devices outside the mesh.
     key = uncommitted(key)
     indices = layout.place(np.arange(size))
     with layout.context():
-        trainable, rest = jax.jit(layout.on_each(make_some, P(ENSEMBLE)))(indices)
-    return structures[0], trainable, rest
+        own = jax.jit(layout.on_each(make_some, P(ENSEMBLE)))(indices)
+        shared = jax.jit(share, out_shardings=layout.shared)()
+    return structures[0], *own, shared
 
 
 def _check_make(make: Any) -> None:

@@ -20,10 +20,13 @@ from ...transforms._models.split_model import M, Structure, is_model, is_module,
 from .call import call_members
 from .create import create_members, stack_members
 from .functional_model import FunctionalModel, Rule
+from .modes import evaluating, viewed
 from .ndims import Ndims
 from .prediction import check_temperature, classify, regress
 from .rows import member_index, select_rows
 from .sharding import Layout, one_copy, within
+from .shared import SharedArrays, separate, with_shared
+from .stacked_structure import StackedStructure
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -46,6 +49,7 @@ class Ensemble(Generic[M]):
       trainable: the trainable arrays, stacked: for NNX modules the `nnx.Param`s, as nested dicts. Gradients and
         optimizer states have the same structure.
       rest: all other arrays, stacked, such as BatchNorm statistics and dropout keys.
+      shared: the arrays that all members share, stored once; None if they share nothing.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -61,6 +65,7 @@ class Ensemble(Generic[M]):
     structure: Structure[M]
     trainable: Any
     rest: Any
+    shared: SharedArrays | None = None
     # Static, so that it survives flattening: if the arrays later differ in their number of axes, they were sliced.
     _ndims: Ndims = field(init=False)
 
@@ -68,11 +73,13 @@ class Ensemble(Generic[M]):
         object.__setattr__(self, "_ndims", self._current_ndims())
 
     @classmethod
-    def stack(cls, members: Sequence[Model]) -> Ensemble[Model]:
+    def stack(cls, members: Sequence[Model], *, shared: Any = None) -> Ensemble[Model]:
         """Stack models of one architecture, as MindSpore's `CellList`.
 
         Args:
           members: a list or another sequence of NNX modules, or of members of an ensemble (`ens[i]`). They are copied.
+          shared: a filter, as for `plurax.transforms.modules.freeze`, of variables that all members share, such as
+            `"trunk"`: equal copies, or the same variables, stored once. Random streams are never shared.
 
         Returns:
           An ensemble of `len(members)` models.
@@ -81,8 +88,9 @@ class Ensemble(Generic[M]):
           TypeError: `members` is not a sequence or contains an element that is not a model; the members have different
             classes; a variable is not an array.
           ValueError: `members` is empty; the models have no arrays, share a variable (for example because all of them
-            keep one `nnx.Rngs`), or differ in their configuration or in the path, shape or dtype of an array. The
-            message names the first difference and the index of the member.
+            keep one `nnx.Rngs`), or differ in their configuration, in the path, shape or dtype of an array, or in the
+            value of a shared one; `shared` selects no variable, or all of them. The message names the first difference
+            and the index of the member.
 
         Cost:
           One copy of every array.
@@ -102,10 +110,12 @@ class Ensemble(Generic[M]):
             if not is_model(member) or isinstance(member, Ensemble):
                 found = f"member {i} is {type(member).__name__}, not an NNX module"
                 raise TypeError(f"Ensemble.stack: {found}; for others use Ensemble.from_apply(apply, variables).")
-        return Ensemble(*stack_members("Ensemble.stack", members))
+        return Ensemble(*stack_members("Ensemble.stack", members, shared))
 
     @classmethod
-    def create(cls, make: Callable[[nnx.Rngs], Model], size: int, *, seed: Any, mesh: Any = None) -> Ensemble[Model]:
+    def create(
+        cls, make: Callable[[nnx.Rngs], Model], size: int, *, seed: Any, mesh: Any = None, shared: Any = None
+    ) -> Ensemble[Model]:
         """Create members with different random initializations, in one compiled program.
 
         Args:
@@ -116,6 +126,7 @@ class Ensemble(Generic[M]):
             `make(nnx.Rngs(seed[i]))`, to an ulp, so equal seeds give equal members.
           mesh: a `jax.sharding.Mesh` with an axis "ensemble". Each device along that axis creates and holds only its
             own members; devices along an axis "data" hold copies. A mesh may span several processes.
+          shared: as for `stack`; the variables of member 0 are taken.
 
         Returns:
           An ensemble of `size` models.
@@ -125,7 +136,8 @@ class Ensemble(Generic[M]):
             a key, nor a list or array of these; its keys are of different kinds; `seed` is traced and there is a mesh;
             `mesh` is not a mesh.
           ValueError: `size` is below 1 or not divisible by the number of devices along "ensemble"; `seed` has another
-            number of entries than `size`; the axes of the mesh have other names; the models have no arrays.
+            number of entries than `size`; the axes of the mesh have other names; the models have no arrays; `shared`
+            selects no variable, or all of them.
 
         Cost:
           One compilation. The members are created one after another, so peak memory is that of the result.
@@ -136,7 +148,7 @@ class Ensemble(Generic[M]):
           >>> Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 2, seed=0)
           Ensemble of 2 × Linear, 15 parameters each
         """
-        return Ensemble(*create_members(make, size, seed, mesh))
+        return Ensemble(*create_members(make, size, seed, mesh, shared))
 
     @classmethod
     def from_apply(
@@ -261,17 +273,7 @@ class Ensemble(Generic[M]):
           >>> ens.view(deterministic=True)(1.0)
           Array([1., 1.], dtype=float32, weak_type=True)
         """
-        from flax import nnx
-
-        model = self.__plurax_member__()
-        if not is_module(model):
-            raise TypeError("Ensemble.view: the members are not NNX modules; pass options, as ens(x, train=False).")
-        try:
-            model = nnx.view(model, **attributes)
-        except ValueError as error:
-            kind = type(model).__name__
-            raise ValueError(f"Ensemble.view: no module of {kind} takes {sorted(attributes)}: {error}") from None
-        return self.__plurax_stack__(model)
+        return self.__plurax_stack__(viewed(self.__plurax_member__(), attributes))
 
     def unstack(self) -> list[M]:
         """Return all members as standalone models."""
@@ -299,21 +301,24 @@ class Ensemble(Generic[M]):
         """
         size = len(self)
         if isinstance(index, list) or (isinstance(index, (np.ndarray, jax.Array)) and index.ndim):
-            return Ensemble(self.structure, *select_rows("Ensemble", (self.trainable, self.rest), index, size))
+            return self._of_rows(*select_rows("Ensemble", (self.trainable, self.rest), index, size))
         if isinstance(index, slice) and not range(size)[index]:
             raise IndexError(f"Ensemble: {index} selects none of the {size} members; select at least one.")
         chosen: Any = index if isinstance(index, slice) else member_index("Ensemble", index, size)
         with within(Layout.home(self)):
-            rows = jax.tree.map(lambda x: x[chosen], self)
+            trainable, rest = jax.tree.map(lambda x: x[chosen], (self.trainable, self.rest))
+        if isinstance(index, slice):
+            return self._of_rows(trainable, rest)
         # A member on a mesh would refuse inputs on other devices. So it leaves the mesh, and JAX may move it.
-        return rows if isinstance(index, slice) else one_copy(rows).__plurax_member__()
+        return one_copy(self._with(trainable, rest, self.shared)).__plurax_member__()
 
     def __repr__(self) -> str:
         # In a sliced ensemble or a prefix, no axis 0 has the number of members as its length.
         if not self._is_intact() or min(self._ndims.of, default=0) < 1:
             return f"Ensemble({self.trainable!r}, {self.rest!r})"
         count = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(self.trainable))
-        return f"Ensemble of {len(self)} × {self.structure!r}, {count:,} parameter{'s' * (count != 1)} each"
+        text = f"Ensemble of {len(self)} × {self.structure!r}, {count:,} parameter{'s' * (count != 1)} each"
+        return text if self.shared is None else f"{text}, {len(self.shared.paths)} variables shared"
 
     @cached_property
     def _programs(self) -> dict[Any, Callable[..., Any]]:
@@ -322,9 +327,13 @@ class Ensemble(Generic[M]):
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_programs"}  # programs cannot be copied
 
-    def _with(self, trainable: Any, rest: Any) -> Ensemble[M]:
+    def _with(self, trainable: Any, rest: Any, shared: Any) -> Ensemble[M]:
         """Return the ensemble with other arrays of the same structure and shapes."""
-        return _unflatten((self.structure, self._ndims), (trainable, rest))
+        return _unflatten((self.structure, self._ndims), (trainable, rest, shared))
+
+    def _of_rows(self, trainable: Any, rest: Any) -> Ensemble[M]:
+        """Return an ensemble of some of the members, which share the same arrays."""
+        return Ensemble(self.structure, trainable, rest, self.shared)
 
     def _current_ndims(self) -> Ndims:
         return Ndims(tuple(getattr(x, "ndim", -1) for x in jax.tree.leaves((self.trainable, self.rest))))
@@ -344,57 +353,47 @@ class Ensemble(Generic[M]):
         model = self.__plurax_member__()
         if not is_module(model):
             return self
-        from flax import nnx
+        return self.__plurax_stack__(evaluating(model))
 
-        # Not `model.eval()`: a user's class may define a method `eval` with another meaning.
-        evaluating = nnx.with_attributes(model, deterministic=True, use_running_average=True, raise_if_not_found=False)
-        return self.__plurax_stack__(evaluating)
-
-    # The hooks by which plurax.transforms recognizes an ensemble (`transforms._models.split_model`): the first two when
-    # it maps over members, the third when it differentiates.
+    # The hooks by which plurax.transforms recognizes an ensemble (`transforms._models.split_model`): the last when it
+    # differentiates, the others when it maps over members.
 
     def __plurax_member__(self) -> M:
         """Return a model with the current arrays: one member where axis 0 is mapped, else all members, stacked."""
-        return self.structure.merge(self.trainable, self.rest)
+        return self.structure.merge(*with_shared(self.trainable, self.rest, self.shared))
 
     def __plurax_stack__(self, model: Any) -> Ensemble[M]:
         """Return `model` as an ensemble, inside a vmap as well as outside."""
         parts = split(model)
         stacked: Ensemble[M] = Ensemble(parts.structure, parts.trainable, parts.rest)
+        if self.shared is not None and self._is_intact():  # inside a vmap, each member may return another value
+            own, shared = separate(parts, self.shared.paths)
+            return Ensemble(parts.structure, *own, shared)
         # Inside a vmap the arrays of `self` and of `model` lack axis 0, so both have one axis fewer than the result
         # has outside. The difference is the same for all arrays.
         mapped = self._ndims.of[0] - self._current_ndims().of[0]
         object.__setattr__(stacked, "_ndims", Ndims(tuple(ndim + mapped for ndim in stacked._ndims.of)))
         return stacked
 
+    def __plurax_own__(self) -> Ensemble[M]:
+        return self._with(self.trainable, self.rest, None)
+
     def __plurax_split__(self) -> tuple[Structure, Any, Any]:
         self._check_intact()
-        return _StackedStructure(self.structure), self.trainable, self.rest
+        return StackedStructure.split(self)
 
 
 def _flatten_with_keys(ens: Ensemble) -> tuple[Any, Any]:
-    return ((GetAttrKey("trainable"), ens.trainable), (GetAttrKey("rest"), ens.rest)), (ens.structure, ens._ndims)
+    children = [(GetAttrKey(name), getattr(ens, name)) for name in ("trainable", "rest", "shared")]
+    return children, (ens.structure, ens._ndims)
 
 
 def _unflatten(static: tuple[Structure, Ndims], arrays: Iterable[Any]) -> Ensemble:
     # The constructor would take the number of axes from the arrays, which may be sliced, or not be arrays at all.
     ens = object.__new__(Ensemble)
-    trainable, rest = arrays
-    vars(ens).update(structure=static[0], trainable=trainable, rest=rest, _ndims=static[1])
+    trainable, rest, shared = arrays
+    vars(ens).update(structure=static[0], trainable=trainable, rest=rest, shared=shared, _ndims=static[1])
     return ens
 
 
 register_pytree_with_keys(Ensemble, _flatten_with_keys, _unflatten)
-
-
-@dataclass(frozen=True)
-class _StackedStructure:
-    """The static part of an ensemble that is differentiated as one model with stacked parameters."""
-
-    member: Structure
-
-    def merge(self, trainable: Any, rest: Any) -> Ensemble:
-        return Ensemble(self.member, trainable, rest)
-
-    def gradient(self, trainable: Any, _: Any) -> Any:
-        return trainable

@@ -15,9 +15,11 @@ from ...transforms._models.mutation import check_structure
 from ...transforms._models.split_model import SplitModel, Structure, named_arrays, to_pure
 from ...transforms._models.split_model import split as split_model
 from .._members.sharding import DATA, own_keys
+from .._members.shared import SharedArrays, divided, separate, with_shared
 from .loss import MemberLoss
 from .member_status import Stop, finite
 from .optimizer import MemberOptimizer
+from .shared_step import Contribution
 from .state import Arrays
 from .update_where import update_where
 
@@ -41,20 +43,23 @@ class MemberStep:
         self._gradients_of = grad_fn or _value_and_grad
 
     def __call__(
-        self, structure: Structure, arrays: Arrays, *batch: Any, split: bool = False
-    ) -> tuple[Arrays, dict[str, Any]]:
-        """Return the new arrays and the metrics of one member. A strategy maps this function over the members.
+        self, structure: Structure, arrays: Arrays, shared: SharedArrays | None, *batch: Any, split: bool = False
+    ) -> tuple[Arrays, tuple[dict[str, Any], Contribution | None]]:
+        """Return the new arrays and the metrics of one member, and what it contributes to shared parameters.
+
+        A strategy maps this function over the members.
 
         Args:
           structure: the static part of the model.
           arrays: the arrays of the member.
+          shared: the arrays that all members share.
           *batch: the arguments of the loss after the model.
           split: whether the batch is split over the mesh axis `data`; metrics and gradients are then averaged over it.
         """
         trainable, rest, opt_state, standing = arrays
-        metrics, gradients, after = self.loss_and_gradients(structure, arrays, batch, split)
+        metrics, gradients, of_shared, after = self.loss_and_gradients(structure, arrays, shared, batch, split)
         if split:
-            metrics, gradients = _averaged((metrics, gradients))
+            metrics, gradients, of_shared = _averaged((metrics, gradients, of_shared))
 
         # For optimizers with a line search. In `shard_map` each device would end its search by itself, and a collective
         # inside the search would wait for devices that have finished.
@@ -64,15 +69,16 @@ class MemberStep:
                 why = "the optimizer evaluates the loss again (value_fn, as optax.lbfgs does)"
                 raise ValueError(f'Trainer: {why}, which cannot be split; use a mesh without the axis "{DATA}".')
             loss = self.loss.of(standing.hyperparams)
-            return metrics_of(loss(structure.merge(trainable, rest), *batch))["loss"]
+            return metrics_of(loss(structure.merge(*with_shared(trainable, rest, shared)), *batch))["loss"]
 
         def gradients_at(trainable: Any, _: Any) -> Any:
             """Return the gradients at other parameters, on the same batch and with the same random keys."""
             there = (trainable, rest, opt_state, standing)
-            gradients = self.loss_and_gradients(structure, there, batch, split)[1]
+            gradients = self.loss_and_gradients(structure, there, shared, batch, split)[1]
             return _averaged(gradients) if split else gradients
 
-        fails = standing.trains & ~finite((metrics["loss"], gradients)) if self.freeze else jnp.array(False)
+        is_finite = finite((metrics["loss"], gradients, of_shared)) if self.freeze or of_shared else jnp.array(True)
+        fails = standing.trains & ~is_finite if self.freeze else jnp.array(False)
         takes = standing.trains & ~fails
         extra = {"value": metrics["loss"], "grad": gradients, "value_fn": loss_at, "grad_fn": gradients_at}
 
@@ -90,16 +96,17 @@ class MemberStep:
         standing = standing._replace(
             step=standing.step + standing.trains, stopped=jnp.where(fails, why, standing.stopped)
         )
-        return (trainable, rest, opt_state, standing), metrics
+        contribution = Contribution.of(standing.trains & is_finite, of_shared) if of_shared else None
+        return (trainable, rest, opt_state, standing), (metrics, contribution)
 
     def loss_and_gradients(
-        self, structure: Structure, arrays: Arrays, batch: Any, split: bool
-    ) -> tuple[dict[str, Any], Any, SplitModel]:
-        """Return the metrics, the gradients, and the model after the call of the loss."""
+        self, structure: Structure, arrays: Arrays, shared: SharedArrays | None, batch: Any, split: bool
+    ) -> tuple[dict[str, Any], Any, Any, SplitModel]:
+        """Return the metrics, the gradients of own and of shared parameters, and the own arrays after the loss."""
         trainable, rest, _, standing = arrays
         drawn, batch = (own_keys(rest), own_keys(batch)) if split else (rest, batch)
         # A new module for this trace: the loss may assign to its variables, which are read back below.
-        model = structure.merge(trainable, drawn)
+        model = structure.merge(*with_shared(trainable, drawn, shared))
         result = self._gradients_of(self.loss.of(standing.hyperparams))(model, *batch)
         if not isinstance(result, (tuple, list)) or len(result) != 2:
             expected, found = "a pair (value, gradients)", type(result).__name__
@@ -110,15 +117,22 @@ class MemberStep:
             if name in self.loss.per_member or name in self.optimizer.per_member:
                 raise ValueError(_taken(name))
         # Shapes are checked, since an optimizer would broadcast a gradient of another shape against the parameter.
-        gradients = _checked_gradients(gradients, trainable)
+        before = SplitModel(structure, *with_shared(trainable, rest, shared))
+        gradients = _checked_gradients(gradients, before.trainable)
+        of_shared: Any = {}
         after = split_model(model)
-        _check_left(SplitModel(structure, trainable, rest), after)
+        _check_left(before, after)
+        if shared is not None:
+            own, left = separate(after, shared.paths)
+            _check_unchanged(shared, left)
+            after = SplitModel(after.structure, *own)
+            gradients, of_shared = divided(gradients, shared.paths)
         if split:
             # Each part of the batch draws with its own key, so these keys differ between devices. A key that the loss
             # did not change is therefore reset to its value before.
             kept = jax.tree.map(lambda x, mine, old: old if x is mine else x, after.rest, drawn, rest)
             after = SplitModel(after.structure, after.trainable, kept)
-        return metrics, gradients, after
+        return metrics, gradients, of_shared, after
 
 
 def _value_and_grad(loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -170,6 +184,15 @@ def _check_left(before: SplitModel, after: SplitModel) -> None:
         if then[path].shape != now[path].shape or then[path].dtype != now[path].dtype:
             was, becomes = describe(then[path]), describe(now[path])
             raise ValueError(f"Trainer: loss changes `{path}` of the model, {was}, to {becomes}; keep shape and dtype.")
+
+
+def _check_unchanged(before: SharedArrays, after: SharedArrays) -> None:
+    """Raise if the loss changed an array that all members share."""
+    then, now = (named_arrays(x.trainable) | named_arrays(x.rest) for x in (before, after))
+    for path in then:
+        if now[path] is not then[path]:
+            cure = "keep it per member, or freeze it: batch norms with view(use_running_average=True)"
+            raise ValueError(f"Trainer: loss changes `{path}`, which all members share; {cure}.")
 
 
 def _averaged(tree: Any) -> Any:

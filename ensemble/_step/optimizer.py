@@ -31,6 +31,7 @@ class MemberOptimizer:
       name: the name of the factory; None for a ready transformation.
       numbers: the numeric hyperparameters, in a form that JSON can represent; schedules as text that identifies them.
       schedules: the hyperparameters with one value for each member of which at least one is a function of the step.
+      transform: the optax transformation.
     """
 
     def __init__(self, optimizer: Any, hyperparams: Mapping[str, Any] | None) -> None:
@@ -46,7 +47,7 @@ class MemberOptimizer:
             if hyperparams is not None:
                 found = "the optimizer is a ready GradientTransformation"
                 raise ValueError(f"Trainer: hyperparams need an optax factory, but {found}; pass the factory itself.")
-            self._transform = transform
+            self.transform = transform
             return
         if not callable(optimizer):
             expected = "an optax factory such as optax.adam, or a GradientTransformation"
@@ -70,7 +71,7 @@ class MemberOptimizer:
         # Built with the values of the first member; updates read the values of each member from its state, where `init`
         # puts them. Python numbers, since optax stores these in the state.
         first = {name: values[0].item() for name, values in self.per_member.items()}
-        self._transform = optax.with_extra_args_support(self._make(**first))
+        self.transform = optax.with_extra_args_support(self._make(**first))
 
     def init(self, trainable: Any, size: int) -> Any:
         """Return the optimizer state of `size` members with stacked parameters."""
@@ -83,7 +84,7 @@ class MemberOptimizer:
 
     def _init_member(self, params: Any, values: Mapping[str, Any]) -> Any:
         """Return the optimizer state of one member, with these values of its hyperparameters."""
-        return (self._make(**values) if values else self._transform).init(params)
+        return (self._make(**values) if values else self.transform).init(params)
 
     def check_state(self, api: str, state: Any, trainable: Any) -> None:
         """Raise if the optimizer state of one member is from another optimizer."""
@@ -121,11 +122,11 @@ class MemberOptimizer:
             state = state._replace(hyperparams={**state.hyperparams, **now})
         # optax passes the extra arguments only to transforms that take them. `sam` takes others, and no unknown ones.
         try:
-            updates, state = self._transform.update(gradients, state, params, **extra)
+            updates, state = self.transform.update(gradients, state, params, **extra)
         except TypeError as error:
             if "unexpected keyword argument" not in str(error):
                 raise
-            updates, state = self._transform.update(gradients, state, params, grad_fn=grad_fn)
+            updates, state = self.transform.update(gradients, state, params, grad_fn=grad_fn)
         return optax.apply_updates(params, updates), state
 
 

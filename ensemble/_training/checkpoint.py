@@ -20,7 +20,8 @@ from ...transforms._runs.checkpoint import Checkpoint, outline, write
 from ...transforms._runs.processes import Group
 from .._members.ensemble import Ensemble
 from .._members.rows import member_index
-from .._step.state import TrainState
+from .._members.shared import SharedArrays, with_shared
+from .._step.state import SharedState, TrainState
 
 Saved = TypeVar("Saved", bound=Ensemble[Any] | TrainState[Any])
 Model = TypeVar("Model")
@@ -132,18 +133,23 @@ def load_member(path: str | os.PathLike[str], i: int, like: Any) -> Any:
     checkpoint = Checkpoint.open("load_member", path)
     if isinstance(like, (Ensemble, TrainState)):
         ensemble = like.ensemble if isinstance(like, TrainState) else like
-        structure, stacked = ensemble.structure, (ensemble.trainable, ensemble.rest)
-        expected = _outline_members(*stacked)
+        member = jax.eval_shape(lambda own: jax.tree.map(lambda x: x[0], own), (ensemble.trainable, ensemble.rest))
+        structure, arrays = ensemble.structure, with_shared(member[0], member[1], ensemble.shared)
     elif is_model(like):
         parts = split(like)
-        structure, stacked = parts.structure, (parts.trainable, parts.rest)
-        expected = outline(parts.trainable) + outline(parts.rest)
+        structure, arrays = parts.structure, (parts.trainable, parts.rest)
     else:
         raise TypeError(f"load_member: like must be an Ensemble, a TrainState or a model, but got {describe(like)}.")
     i = member_index(f"{checkpoint}", i, checkpoint.manifest["size"])
     # `like` may have its arrays in another order than the saved model; `Checkpoint.member` returns them in this one.
-    leaves = checkpoint.member(i, "ensemble", expected)
-    return structure.merge(*jax.tree.unflatten(jax.tree.structure(stacked), leaves))
+    expected = outline(arrays[0]) + outline(arrays[1])
+    shared = {array["key"] for array in checkpoint.manifest["arrays"].get("shared", [])}
+    own, others = ([x for x in expected if (x["key"] in shared) == of_all] for of_all in (False, True))
+    leaves = dict(zip([x["key"] for x in own], checkpoint.member(i, "ensemble", own), strict=True))
+    if shared:
+        leaves |= dict(zip([x["key"] for x in others], checkpoint.member(0, "shared", others), strict=True))
+    in_order = [leaves[x["key"]] for x in expected]
+    return structure.merge(*jax.tree.unflatten(jax.tree.structure(arrays), in_order))
 
 
 def write_state(
@@ -172,13 +178,18 @@ def read_run(checkpoint: Checkpoint, like: TrainState, more: Mapping[str, Any]) 
     held = checkpoint.manifest["arrays"]
     read = _read(checkpoint, _parts(like) | {part: tree for part, tree in more.items() if part in held}, like._size)
     arrays = (*read["ensemble"], read["opt_state"], read["standing"])
-    state = TrainState._of_arrays(like._structure, arrays, _step(checkpoint.manifest["step"], like.step))
+    shared = None
+    if like._shared is not None:
+        shared = SharedState(_shared_arrays(like._shared.arrays, read), _of_row(read.get("shared_opt_state")))
+    state = TrainState._of_arrays(like._structure, arrays, _step(checkpoint.manifest["step"], like.step), shared)
     return state, {part: read[part] for part in more if part in read}
 
 
 def _read_ensemble(checkpoint: Checkpoint, like: Ensemble) -> Ensemble:
     """Return the ensemble, structured as `like`."""
-    return Ensemble(like.structure, *_read(checkpoint, _parts(like), len(like))["ensemble"])
+    read = _read(checkpoint, _parts(like), len(like))
+    trainable, rest = read["ensemble"]
+    return Ensemble(like.structure, trainable, rest, None if like.shared is None else _shared_arrays(like.shared, read))
 
 
 def _read(checkpoint: Checkpoint, likes: Mapping[str, Any], size: int) -> dict[str, Any]:
@@ -188,16 +199,41 @@ def _read(checkpoint: Checkpoint, likes: Mapping[str, Any], size: int) -> dict[s
 
 def _parts(saved: TrainState | Ensemble) -> dict[str, Any]:
     """Return the stacked arrays, by the names of their parts in a checkpoint."""
-    if isinstance(saved, Ensemble):
-        return {"ensemble": (saved.trainable, saved.rest)}
-    trainable, rest, opt_state, standing = saved._arrays()
-    return {"ensemble": (trainable, rest), "opt_state": opt_state, "standing": standing}
+    ensemble = saved if isinstance(saved, Ensemble) else saved.ensemble
+    parts: dict[str, Any] = {"ensemble": (ensemble.trainable, ensemble.rest)}
+    if ensemble.shared is not None:
+        parts["shared"] = one_row((ensemble.shared.trainable, ensemble.shared.rest))
+    if isinstance(saved, TrainState):
+        parts |= {"opt_state": saved.opt_state, "standing": saved.standing}
+        if saved.shared_opt_state is not None:
+            parts["shared_opt_state"] = one_row(saved.shared_opt_state)
+    return parts
+
+
+def one_row(shared: Any) -> Any:
+    """Return arrays that all members share with an axis 0 of length 1."""
+
+    def of_leaf(x: Any) -> Any:
+        return jax.ShapeDtypeStruct((1, *x.shape), x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x[None]
+
+    return jax.tree.map(of_leaf, shared)
+
+
+def _of_row(rows: Any) -> Any:
+    """Return arrays that all members share, without the axis of `one_row`."""
+    return jax.tree.map(lambda x: x[0], rows)
+
+
+def _shared_arrays(like: SharedArrays, read: Mapping[str, Any]) -> SharedArrays:
+    trainable, rest = _of_row(read["shared"])
+    return SharedArrays(trainable, rest, like.paths)
 
 
 def _outlines(parts: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Return for each part the `outline` of the arrays of one member."""
-    outlines = {part: outline(tree, drop_axis=True) for part, tree in parts.items() if part != "ensemble"}
-    return {"ensemble": _outline_members(*parts["ensemble"]), **outlines}
+    models = ("ensemble", "shared")
+    outlines = {part: outline(tree, drop_axis=True) for part, tree in parts.items() if part not in models}
+    return {part: _outline_members(*parts[part]) for part in models if part in parts} | outlines
 
 
 def _outline_members(trainable: Any, rest: Any) -> list[dict[str, Any]]:

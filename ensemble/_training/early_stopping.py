@@ -145,6 +145,9 @@ class Watch:
         validation: Validation | None = None,
         aloud: bool = False,
     ) -> None:
+        if early is not None and early.restore_best and state._shared is not None and state._shared.trains:
+            found = "its best state had other values of the parameters that all members share, which train on"
+            raise ValueError(f"Trainer.fit: a member cannot be restored, since {found}; pass restore_best=False.")
         self.early, self.restarts, self.validation, self.aloud = early, restarts, validation, aloud
         self.size, self.start = state._size, int(state.step)
         self.active = np.arange(self.size)
@@ -236,7 +239,7 @@ class Watch:
             return state
         rows, mine = (x if optimizer else (*x[:2], (), x[3]) for x in (self.full_state._arrays(), state._arrays()))
         arrays = self._of_all(rows, match_sharding(mine, rows))
-        return TrainState._of_arrays(state._structure, arrays, state.step)
+        return state._with_rows(arrays)
 
     def last_step(self, state: TrainState) -> int:
         """Return the last step in which a member trained."""
@@ -270,7 +273,7 @@ class Watch:
         back = (stopped == Stop.NOT_FINITE) & (before < restarts.times)
         if back.any():
             arrays = _restarted(back, state._arrays(), self.snapshot, np.int32(step))
-            state = TrainState._of_arrays(state._structure, arrays, state.step)
+            state = state._with_rows(arrays)
             self._say(step, back, "restarted from an earlier state, with new keys")
         self.finished = not self._going(*_known(state)).any()
         # A member whose numbers are not finite keeps its earlier snapshot; a restart from this one would fail again.
@@ -310,7 +313,7 @@ class Watch:
             # A member without a finite value has no best arrays.
             back = stops & ~np.isnan(self.values[self.active]) & early.restore_best
             arrays = _ended(stops, back, state._arrays(), self.best)
-            state = TrainState._of_arrays(state._structure, arrays, state.step)
+            state = state._with_rows(arrays)
             self._say(step, stops, f"stopped, not better for {early.patience} evaluations")
         going = self._going(np.where(stops, Stop.EARLY, stopped), restarts)
         self.finished = not going.any()
@@ -329,7 +332,9 @@ class Watch:
         places = np.flatnonzero(np.isin(self.active, going))
         self.full_state, self.active = state, going
         self.best, self.snapshot = (None if x is None else take(x, places) for x in (self.best, self.snapshot))
-        return TrainState._of_arrays(state._structure, take(state._arrays(), going), jnp.copy(state.step))
+        # Copies, since the next step donates the memory of the state.
+        step, shared = jax.tree.map(jnp.copy, (state.step, state._shared))
+        return TrainState._of_arrays(state._structure, take(state._arrays(), going), step, shared)
 
     def _say(self, step: int, members: np.ndarray, what: str) -> None:
         if self.aloud:

@@ -15,6 +15,7 @@ from .._execution.forms import State
 from .._execution.stepper import Stepper
 from .._step.state import TrainState
 from .batches import Batches, BatchIterator
+from .checkpoint import one_row
 
 
 def identify(store: RunDirectory, state: TrainState, batches: Any) -> Identity:
@@ -26,7 +27,8 @@ def identify(store: RunDirectory, state: TrainState, batches: Any) -> Identity:
 def parts_of(state: TrainState) -> dict[str, Any]:
     """Return the arrays of a state that are compared, by the names that errors use."""
     trainable, rest, opt_state, standing = state._arrays()
-    return {"weights": (trainable, rest), "optimizer states": opt_state, "member status": standing}
+    found = {"weights": (trainable, rest), "optimizer states": opt_state, "member status": standing}
+    return found if state._shared is None else {**found, "shared arrays": one_row(state._shared)}
 
 
 def check_program(identity: Identity, stepper: Stepper, state: State, batch: Any) -> None:

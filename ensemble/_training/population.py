@@ -51,10 +51,10 @@ def select(members: Members, indices: ArrayLike | Sequence[int]) -> Members:
     """
     if isinstance(members, TrainState):
         arrays = select_rows("select", members._arrays(), indices, len(members.ensemble))
-        chosen: Any = TrainState._of_arrays(members._structure, arrays, members.step)
+        chosen: Any = members._with_rows(arrays)
     elif isinstance(members, Ensemble):
         arrays = select_rows("select", (members.trainable, members.rest), indices, len(members))
-        chosen = Ensemble(members.structure, *arrays)
+        chosen = members._of_rows(*arrays)
     else:
         raise TypeError(f"select: needs an Ensemble or a TrainState, but got {type(members).__name__}.")
     return chosen
@@ -173,7 +173,7 @@ def exploit(
     layout = Layout.around(state.ensemble)
     if layout is not None:
         arrays = layout.place(arrays)
-    return TrainState._of_arrays(state._structure, arrays, state.step), source
+    return state._with_rows(arrays), source
 
 
 class Selection(NamedTuple):
@@ -310,8 +310,8 @@ def soup(ensemble: Ensemble[M], weights: ArrayLike | Sequence[float] | None = No
     home = Layout.home(ensemble)
     with within(home):
         shares = home.reach(shares) if home else shares
-        average = jax.tree.map(mean, ensemble)
-    return one_copy(average).__plurax_member__()
+        trainable, rest = jax.tree.map(mean, (ensemble.trainable, ensemble.rest))
+    return one_copy(ensemble._with(trainable, rest, ensemble.shared)).__plurax_member__()
 
 
 def _check_real(api: str, name: str, x: Any) -> None:

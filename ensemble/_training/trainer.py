@@ -33,6 +33,7 @@ from .._step.loss import MemberLoss
 from .._step.member_status import MemberStatus
 from .._step.member_step import MemberStep
 from .._step.optimizer import MemberOptimizer, check_size
+from .._step.shared_step import SharedStep
 from .._step.state import TrainState, check_state
 from .batches import check_source, in_epochs
 from .callbacks import Callback
@@ -92,7 +93,10 @@ class Trainer:
         `state.standing` records it, and `fit` warns. If gradients are finite but the updated parameters are not, as
         with an infinite learning rate, the next loss is almost always not finite; `fit` also checks the parameters at
         the end. "ignore": the member continues, for optimizers that handle this themselves (`optax.apply_if_finite`,
-        loss scaling).
+        loss scaling). For shared parameters the gradients of such a member do not count.
+      shared_optimizer: an optax transformation for parameters that all members share (`Ensemble.stack(shared=)`), which
+        train by the mean of the members' gradients, all of which are in memory together; None for that of the members,
+        if it has no hyperparameters per member. "loop" is then executed as "unroll".
 
     Raises:
       TypeError: `loss`, `grad_fn` or `optimizer` is not callable; `hyperparams` is not a dict, or a value per member is
@@ -136,6 +140,7 @@ class Trainer:
         tune_seconds: float = 5.0,
         tune_cache: str | os.PathLike[str] | None = None,
         nonfinite: Nonfinite = "freeze",
+        shared_optimizer: Any = None,
     ) -> None:
         check_callable("Trainer", loss, "loss")
         if grad_fn is not None:
@@ -168,7 +173,9 @@ class Trainer:
         asked = strategy if isinstance(strategy, Execution) else Execution(strategy, chunk_size)
         self._latest: Callable[[], Any] = lambda: None  # a weak reference to the state that `step` returned last
         self._losses = LossOfMembers(member_loss, self._layout)
-        self._stepper = Stepper(self._step, self._layout, in_axes, asked, budget, tune_seconds, cache)
+        steps = self._step, SharedStep(shared_optimizer, self._optimizer)
+        self._init_shared = steps[1].init
+        self._stepper = Stepper(*steps, self._layout, in_axes, asked, budget, tune_seconds, cache)
 
     def init(self, ensemble: Ensemble[M]) -> TrainState[M]:
         """Return the state before the first step. It is a copy, so the ensemble stays unchanged.
@@ -182,7 +189,7 @@ class Trainer:
         Raises:
           TypeError: `ensemble` is not an `Ensemble`.
           ValueError: a list of hyperparameters does not have one value for each member; the members have no trainable
-            arrays.
+            arrays; `shared_optimizer` is missing, or has nothing to train.
         """
         if not isinstance(ensemble, Ensemble):
             got = type(ensemble).__name__
@@ -194,10 +201,11 @@ class Trainer:
         schedules = {name: x.which for name, x in self._optimizer.schedules.items()}
         of_loss = {name: check_size(name, x, size) for name, x in self._step.loss.per_member.items()}
         standing = MemberStatus._first(size, of_loss, schedules)
+        shared = self._init_shared(ensemble.shared)
         if self._layout is None:
-            opt_state = self._optimizer.init(ensemble.trainable, size)
+            arrays = ensemble.trainable, ensemble.rest, self._optimizer.init(ensemble.trainable, size), standing
             # A copy: a step that donates the memory of a state must not donate the user's ensemble.
-            return copied_rows(TrainState(ensemble, opt_state, jnp.asarray(step), standing))
+            return copied_rows(TrainState._of_arrays(ensemble.structure, arrays, jnp.asarray(step), shared))
         layout = self._layout
         with layout.context():
             # Placed first, so that arrays computed from them are on the same devices.
@@ -206,7 +214,8 @@ class Trainer:
             # communication.
             init = jax.jit(partial(self._optimizer.init, size=size), out_shardings=layout.of_members(size))
             arrays = *arrays, init(arrays[0]), layout.place(standing)
-            return TrainState._of_arrays(ensemble.structure, arrays, layout.place_shared(step))
+            step, shared = copied_rows(jax.tree.map(layout.place_shared, (step, shared)))
+            return TrainState._of_arrays(ensemble.structure, arrays, step, shared)
 
     def step(self, state: TrainState[M], batch: Any) -> tuple[TrainState[M], dict[str, jax.Array]]:
         """Take one step of every member.

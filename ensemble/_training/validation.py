@@ -18,6 +18,7 @@ from ...transforms._runs.data import as_arrays, is_array_like
 from .._execution.forms import padded, without_padding
 from .._execution.stepper import copied
 from .._members.sharding import ENSEMBLE, Layout, everywhere, pad, within
+from .._members.shared import with_shared
 from .._members.strategy import Execution, over_members
 from .._step.loss import MemberLoss
 from .._step.member_step import metrics_of
@@ -48,53 +49,54 @@ class LossOfMembers:
           arguments: the arguments of the loss after the model.
           axes: for each array of `arguments` its axis of the members, or None.
         """
-        home, static, arrays, leaves = self._inputs(state, execution, arguments, axes)
+        home, static, *inputs = self._inputs(state, execution, arguments, axes)
         with within(home):
-            losses = self._program(static, arrays, leaves)
+            losses = self._program(static, *inputs)
         return without_padding(losses, state._size)
 
     def check(self, state: TrainState, arguments: Any, axes: Sequence[int | None]) -> None:
         """Raise what the loss raises for arguments of these shapes, without evaluating it."""
-        home, static, arrays, leaves = self._inputs(state, Execution("map"), arguments, axes)
+        home, static, *inputs = self._inputs(state, Execution("map"), arguments, axes)
         with within(home):
-            self._program.eval_shape(static, arrays, leaves)
+            self._program.eval_shape(static, *inputs)
 
     def _inputs(self, state: TrainState, execution: Execution, arguments: Any, axes: Sequence[int | None]) -> Any:
         """Return where the members are, the static argument of the program, and the arrays on those devices."""
         arrays, (leaves, treedef) = state._arrays(), jax.tree.flatten(arguments)
+        shared = state.ensemble.shared
         # A step on several devices of a CPU leaves the members there, or copies of them if they do not divide evenly.
         layout = self._layout or Layout.around(arrays)
         home = layout or Layout.home(arrays)
         if layout is not None:
             arrays = padded(state, layout).arrays
         if home is not None:
-            leaves = list(map(layout.place_shared if layout is not None else home.reach, leaves))
+            leaves, shared = jax.tree.map(layout.place_shared if layout is not None else home.reach, (leaves, shared))
         # "loop" is no single program, and a validation has no need for one program for each member. In a compiled loop,
         # XLA is slow at convolutions.
         if execution.strategy == "loop":
             execution = execution._replace(strategy="map", products=True)
         of_arguments = HashablePytree.of((axes, treedef))
         static = state._structure, execution._replace(devices=1), state._size, layout, of_arguments
-        return home, static, arrays, leaves
+        return home, static, arrays, shared, leaves
 
-    def _of_all(self, static: tuple[Any, ...], arrays: Arrays, leaves: list[Any]) -> jax.Array:
+    def _of_all(self, static: tuple[Any, ...], arrays: Arrays, shared: Any, leaves: list[Any]) -> jax.Array:
         """Return the losses of all members, with those of the padding; compiled in `__init__`."""
         structure, execution, size, layout, of_arguments = static
         axes, treedef = of_arguments.value
 
-        def of_member(arrays: Arrays, leaves: list[Any]) -> jax.Array:
+        def of_member(arrays: Arrays, shared: Any, leaves: list[Any]) -> jax.Array:
             """Return the loss of one member; changes that it makes to the model are dropped."""
             trainable, rest, _, standing = arrays
-            loss, model = self._loss.of(standing.hyperparams), structure.merge(trainable, rest)
+            loss, model = self._loss.of(standing.hyperparams), structure.merge(*with_shared(trainable, rest, shared))
             return metrics_of(loss(model, *jax.tree.unflatten(treedef, leaves)))["loss"]
 
         if layout is None:
-            return over_members(of_member, execution, (0, axes), size)(arrays, leaves)
+            return over_members(of_member, execution, (0, None, axes), size)(arrays, shared, leaves)
         more = layout.padded(size) - size
         leaves = [x if axis is None else pad(x, axis, more) for x, axis in zip(leaves, axes, strict=True)]
         specs = [P() if axis is None else P(*[None] * axis, ENSEMBLE) for axis in axes]
-        of_device = over_members(of_member, execution, (0, axes), layout.padded(size) // layout.devices)
-        return layout.on_each(of_device, P(ENSEMBLE), specs)(arrays, leaves)
+        of_device = over_members(of_member, execution, (0, None, axes), layout.padded(size) // layout.devices)
+        return layout.on_each(of_device, P(ENSEMBLE), P(), specs)(arrays, shared, leaves)
 
 
 class TrainingBatch(NamedTuple):

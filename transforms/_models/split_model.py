@@ -7,13 +7,15 @@ module, or an object with two methods:
   common;
 - `__plurax_update__(rest)` replaces the other arrays with those after a call.
 
-An ensemble, several models of one structure stacked along axis 0 of every array, has three methods, with which `vmap`
+An ensemble, several models of one structure stacked along axis 0 of every array, has four methods, with which `vmap`
 passes one member at a time to a function, as an ordinary model:
 
 - `__len__()` returns the number of members, or raises a ValueError if axis 0 does not index the members;
 - `__plurax_member__()` returns one model, if `vmap` has removed axis 0 from the arrays;
 - `__plurax_stack__(model)` is its inverse: it returns an ensemble with the arrays of `model`, to which `vmap` adds the
-  axis.
+  axis;
+- `__plurax_own__()` returns the ensemble without arrays that all members share, which are the last of its arrays and
+  have no axis of members.
 
 This file never imports Flax first: if `flax.nnx` is not loaded, no value can be an NNX module.
 """
@@ -21,7 +23,7 @@ This file never imports Flax first: if `flax.nnx` is not loaded, no value can be
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, reduce
 from operator import getitem
@@ -56,6 +58,7 @@ class Members(Protocol):
     def __len__(self) -> int: ...
     def __plurax_member__(self) -> Any: ...
     def __plurax_stack__(self, model: Any) -> Any: ...
+    def __plurax_own__(self) -> Any: ...
 
 
 def is_module(x: Any) -> bool:
@@ -78,6 +81,11 @@ def separate_filters(argnums: Any) -> tuple[Any, dict[int, Any]]:
 def is_members(x: Any) -> TypeGuard[Members]:
     """Return whether `x` is an ensemble: several models along axis 0."""
     return hasattr(type(x), "__plurax_member__")
+
+
+def without_shared(tree: Any) -> Any:
+    """Return `tree` without the arrays that all members of an ensemble in it share."""
+    return jax.tree.map(lambda x: x.__plurax_own__() if is_members(x) else x, tree, is_leaf=is_members)
 
 
 def is_model(x: Any) -> bool:
@@ -288,15 +296,22 @@ def refuse_shared_state(
         raise ValueError(f"{api}: {both}; put them into one module, such as nnx.Dict, and pass that.")
 
 
-def shared_variable(models: Sequence[Any]) -> tuple[tuple[int, str], tuple[int, str]] | None:
-    """Return the first variable shared by two models, as each model's index and path; None if there is none."""
+def shared_variable(
+    models: Sequence[Any], besides: Collection[Any] = ()
+) -> tuple[tuple[int, str], tuple[int, str]] | None:
+    """Return the first variable shared by two models, as each model's index and path; None if there is none.
+
+    Args:
+      models: the models.
+      besides: the paths of variables that may be shared.
+    """
     nnx = sys.modules.get("flax.nnx")
     if nnx is None or len(models) < 2:
         return None
     places: dict[int, tuple[int, str]] = {}
     for i, model in enumerate(models):
         for path, node in nnx.iter_graph(model) if is_module(model) else ():
-            if isinstance(node, nnx.Variable):
+            if isinstance(node, nnx.Variable) and tuple(path) not in besides:
                 place = i, dotted(path)
                 # By identity: variables with equal values are not shared.
                 first = places.setdefault(id(node), place)

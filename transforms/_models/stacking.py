@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -17,19 +17,28 @@ from .split_model import SplitModel, dotted, is_module, shared_variable, split
 
 
 def stack_models(api: str, noun: str, remedy: tuple[str, str], models: Sequence[Any]) -> SplitModel:
-    """Return the models stacked into one, along a new axis 0 of each array.
+    """Return the models stacked into one, along a new axis 0 of each array; arguments and errors as `split_alike`."""
+    parts = split_alike(api, noun, remedy, models)
+    return SplitModel(parts[0].structure, *strong(stack([(part.trainable, part.rest) for part in parts])))
+
+
+def split_alike(
+    api: str, noun: str, remedy: tuple[str, str], models: Sequence[Any], besides: Collection[Any] = ()
+) -> list[SplitModel]:
+    """Return models of one architecture split.
 
     Args:
       api: the function's name in errors.
       noun: the word for one model in errors.
       remedy: the remedies for configurations that differ, and for those that differ only in the identity of objects.
       models: the models.
+      besides: the paths of variables that models may share.
 
     Raises:
       TypeError: the classes differ, or a variable holds something that is not an array.
       ValueError: models share a variable; arrays differ in presence, shape or dtype; the configurations differ.
     """
-    shared = shared_variable(models)
+    shared = shared_variable(models, besides)
     if shared:
         (i, path), (j, other_path) = shared
         which = f"`{path}` of the first and `{other_path}` of the second"
@@ -55,7 +64,7 @@ def stack_models(api: str, noun: str, remedy: tuple[str, str], models: Sequence[
         if structures[0] != structures[1]:
             difference, same = _difference(models[0], model)
             raise ValueError(f"{whose} differs from {noun} 0 in its configuration: {difference}; {remedy[same]}.")
-    return SplitModel(parts[0].structure, *strong(stack([(part.trainable, part.rest) for part in parts])))
+    return parts
 
 
 def check_leaves(api: str, whose: str, parts: SplitModel) -> None:

@@ -36,6 +36,7 @@ Outline = list[dict[str, Any]]
 
 _FORMAT = "plurax checkpoint"
 _VERSION = 2
+_WITH_SHARED_ROWS = 3  # of checkpoints with a part that has one row for all members
 _MANIFEST = "plurax.json"
 _HISTORY = "history.npz"
 
@@ -76,9 +77,9 @@ class Checkpoint:
         if manifest is None:
             raise Damaged(f"{api}: {path} is not a checkpoint of this library, or is damaged: it has no {_MANIFEST}.")
         checkpoint = cls(api, path, manifest)
-        if (version := manifest.get("version")) != _VERSION:
+        if (version := manifest.get("version")) not in (_VERSION, _WITH_SHARED_ROWS):
             raise ValueError(
-                f"{checkpoint} has version {version}, but this library reads {_VERSION}; use the one that wrote it."
+                f"{checkpoint} has version {version}, but this library reads 2 and 3; use the one that wrote it."
             )
         if manifest.pop("checksum", None) != _checksum(manifest):
             raise checkpoint.damaged(f"{_MANIFEST} has changed since it was written")
@@ -110,16 +111,17 @@ class Checkpoint:
         """Return trees of arrays with the checkpoint's values; raise if its arrays differ or are damaged.
 
         Args:
-          likes: for each part a tree of arrays, or of shapes, with the members along axis 0.
+          likes: for each part a tree of arrays, or of shapes, with the members along axis 0, or one row for all.
           outlines: for each part the result of `outline` for its arrays.
           size: the number of members.
         """
-        members = _members_on_devices(likes, size)
+        members = _members_on_devices([like for like in likes.values() if rows(like, size) == size], size)
 
         def of_part(part: str, like: Any) -> Any:
-            rows, (leaves, structure) = self._read(part, outlines[part], members, size), jax.tree.flatten(like)
+            mine = members if rows(like, size) == size else [0]
+            found, (leaves, structure) = self._read(part, outlines[part], mine, size), jax.tree.flatten(like)
             arrays = (
-                _stacked(leaf, x["dtype"], row) for leaf, x, row in zip(leaves, outlines[part], rows, strict=True)
+                _stacked(leaf, x["dtype"], row) for leaf, x, row in zip(leaves, outlines[part], found, strict=True)
             )
             return jax.tree.unflatten(structure, arrays)
 
@@ -191,7 +193,7 @@ def write(
     Args:
       api: the caller's name in errors.
       path: the directory to create, or a checkpoint to replace.
-      parts: pytrees of arrays by name, with the members along axis 0 of every array.
+      parts: pytrees of arrays by name, with the members along axis 0 of every array, or one row for all of them.
       size: the number of members.
       outlines: for each part the result of `outline` for its arrays, in the order of its leaves.
       about: further entries of the manifest; must be valid JSON.
@@ -203,6 +205,7 @@ def write(
     """
     path = path.resolve()
     group = Group.of(parts)
+    count = {part: rows(tree, size) for part, tree in parts.items()}
     unfinished = path.parent / f".{path.name}.{group.gather(uuid.uuid4().hex)[0]}.unfinished"
     try:
 
@@ -212,7 +215,7 @@ def write(
                 _check_replaceable(api, path)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 unfinished.mkdir()
-            return {part: [members_held(leaf, size) for leaf in jax.tree.leaves(tree)] for part, tree in parts.items()}
+            return {part: [members_held(x, count[part]) for x in jax.tree.leaves(tree)] for part, tree in parts.items()}
 
         def write_members() -> dict[str, Any]:
             """Write the members that this process owns; return their checksums and file sizes for the manifest."""
@@ -220,7 +223,8 @@ def write(
             arrays: dict[str, np.ndarray] = {}
             for part, leaves in held.items():
                 for j, leaf in enumerate(leaves):
-                    arrays |= {_name(i, part, j): np.asarray(leaf[i][0])[leaf[i][1]] for i in mine}
+                    own = [i for i in mine if i < count[part]]
+                    arrays |= {_name(i, part, j): np.asarray(leaf[i][0])[leaf[i][1]] for i in own}
             home = unfinished / f"arrays/{jax.process_index()}"
             if mine:
                 array_store.put(home, {name: array for name, array in arrays.items() if array.size})
@@ -237,10 +241,11 @@ def write(
                 return
             sums, files = ({k: v for w in written for k, v in w[kind].items()} for kind in ("checksums", "files"))
             checksums = {
-                part: [[sums[_name(i, part, j)] for j in range(len(arrays))] for i in range(size)]
+                part: [[sums[_name(i, part, j)] for j in range(len(arrays))] for i in range(count[part])]
                 for part, arrays in outlines.items()
             }
-            manifest: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "size": size, **(about or {})}
+            version = _VERSION if {*count.values()} == {size} else _WITH_SHARED_ROWS
+            manifest: dict[str, Any] = {"format": _FORMAT, "version": version, "size": size, **(about or {})}
             manifest |= {"arrays": outlines, "owners": owners, "checksums": checksums, "files": files}
             if history is not None:
                 # Saved by index: a metric's name may be anything, including the name of a parameter of savez.
@@ -257,7 +262,8 @@ def write(
         # All processes finish each step before any starts the next: the directory exists before others write into it,
         # and all arrays are written before the first process renames it.
         held = group.agree(prepare)
-        whole = [i for i in range(size) if all(i in leaf for leaves in held.values() for leaf in leaves)]
+        all_held = [leaf for part, leaves in held.items() if count[part] == size for leaf in leaves]
+        whole = [i for i in range(size) if all(i in leaf for leaf in all_held)]
         # The first process that has all arrays of a member writes them.
         holders = list(zip(group.processes, group.gather(whole), strict=True))
         owners = [next((process for process, members in holders if i in members), None) for i in range(size)]
@@ -269,6 +275,12 @@ def write(
     finally:
         if group.is_first:
             shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def rows(tree: Any, size: int) -> int:
+    """Return the number of rows of a part, for an ensemble of `size` members."""
+    leaves = jax.tree.leaves(tree)
+    return int(leaves[0].shape[0]) if leaves else size
 
 
 def members_held(leaf: Any, size: int) -> dict[int, tuple[Any, int]]:

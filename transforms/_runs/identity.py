@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from .._core.machine import processor
 from .._core.prng import is_key
 from .._core.version import __version__
-from .checkpoint import Checkpoint, OtherStructure, members_held
+from .checkpoint import Checkpoint, OtherStructure, members_held, rows
 from .processes import Damaged, Group
 
 # Of larger data, evenly spaced rows of this many bytes in total are compared.
@@ -36,7 +36,7 @@ class Identity:
     Args:
       group: the processes of the run.
       step: the step of the state that was passed to `fit`.
-      parts: the arrays of that state by name, with the members along axis 0.
+      parts: the arrays of that state by name, with the members along axis 0, or one row for all of them.
       size: the number of members.
       batches: the settings of the batches as plain values; empty if they are unknown.
       resume: whether to go on although something differs.
@@ -129,7 +129,7 @@ class Identity:
 
     def _start(self, step: int, parts: Mapping[str, Any]) -> dict[str, Any]:
         """Return a step and digests of the arrays of its state, which do not depend on how they are distributed."""
-        found = self._group.gather({name: _of_members(tree, self._size) for name, tree in parts.items()})
+        found = self._group.gather({name: _of_members(tree, rows(tree, self._size)) for name, tree in parts.items()})
         members = {name: {i: x for process in found for i, x in process[name].items()} for name in parts}
         each = {name: [x.get(f"{i}", ["", [], 0.0]) for i in range(self._size)] for name, x in members.items()}
         return {

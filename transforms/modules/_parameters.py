@@ -134,7 +134,7 @@ def freeze(model: Model, filter: Any) -> Model:
       >>> [path for path, _ in nnx.to_flat_state(gradient)]
       [('layers', 1, 'kernel')]
     """
-    matches = _matching(filter)
+    matches = matching("freeze", filter)
 
     def change(module: Any) -> Any:
         """Return a copy of a module with the selected parameters frozen."""
@@ -181,24 +181,24 @@ def unfreeze(model: Model) -> Model:
 _Matches = Callable[[Path, list[Any], Any], bool]
 
 
-def _matching(filter: Any) -> _Matches:
-    """Return a predicate for the variables that a filter selects.
+def matching(api: str, filter: Any, name: str = "filter") -> _Matches:
+    """Return a predicate for the variables that a filter, an argument of this name, selects; errors as `freeze`.
 
     Flax interprets a string as a tag and a type as a kind of variable. Inside `nnx.Not` and others it has converted
     them to such filters, so these are converted back here.
     """
     if isinstance(filter, (str, nnx.WithTag)):
-        name = filter if isinstance(filter, str) else filter.tag
+        tag = filter if isinstance(filter, str) else filter.tag
         # With a dot after both, "layers.1" selects "layers.1.kernel", but not "layers.10.kernel".
-        return lambda path, _, x: f"{dotted(path)}.".startswith(f"{name}.") or getattr(x, "tag", None) == name
+        return lambda path, _, x: f"{dotted(path)}.".startswith(f"{tag}.") or getattr(x, "tag", None) == tag
     if isinstance(filter, (type, nnx.OfType)):
         kind = filter if isinstance(filter, type) else filter.type
         return lambda _, modules, x: any(isinstance(node, kind) for node in (*modules, x))
     if isinstance(filter, nnx.Not):
-        inner = _matching(filter.predicate)
+        inner = matching(api, filter.predicate, name)
         return lambda *found: not inner(*found)
     if isinstance(filter, (list, tuple, nnx.Any, nnx.All)):
-        parts = [_matching(x) for x in (filter if isinstance(filter, (list, tuple)) else filter.predicates)]
+        parts = [matching(api, x, name) for x in (filter if isinstance(filter, (list, tuple)) else filter.predicates)]
         combine = all if isinstance(filter, nnx.All) else any
         return lambda *found: combine(part(*found) for part in parts)
     if isinstance(filter, (bool, EllipsisType)):
@@ -206,7 +206,7 @@ def _matching(filter: Any) -> _Matches:
     if callable(filter):
         return lambda path, _, x: bool(filter(path, x))
     wanted = "a dotted name, a kind of variable or module, a function of a path and a variable, or a filter of Flax"
-    raise TypeError(f"freeze: filter must be {wanted}, but got {describe(filter)}.")
+    raise TypeError(f"{api}: {name} must be {wanted}, but got {describe(filter)}.")
 
 
 def _check_freezable(name: str, parameter: Any, modules: list[Any]) -> None:

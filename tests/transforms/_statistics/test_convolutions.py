@@ -70,6 +70,7 @@ def test_a_batch_that_is_too_large_for_one_chunk() -> None:
         np.testing.assert_allclose(some(KERNELS[1], X[:4]), whole, 1e-4)
 
 
+@pytest.mark.slow
 def test_a_loop_over_the_other_batch_only() -> None:
     gram = per_sample_gram(loss_of(1), chunk_size=2)
     assert convolutions(lambda kernel, x, other: gram(kernel, x, other=(other,)), KERNELS[1], X[:2], X) == 0

@@ -71,6 +71,7 @@ def test_equal_to_held_jacobians(option: str, chunks: Any) -> None:
         assert (np.abs(found - expected) <= 1e-5 * size).all()
 
 
+@pytest.mark.slow
 def test_every_way_of_multiplying_gives_the_same() -> None:
     def every(p: Any, x1: Any, x2: Any) -> Any:
         kernels = [empirical_ntk(apply, **given) for given, _ in OPTIONS.values()]

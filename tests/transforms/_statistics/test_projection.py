@@ -48,6 +48,7 @@ def shapes_of_uses(p: Any, x: Any) -> Any:
     return jnp.sum(jnp.sin(mixed)) + jnp.sum(jax.lax.conv(x[:, None], p["kernel"], (1, 1), "SAME") ** 2)
 
 
+@pytest.mark.slow
 def test_every_use_of_a_parameter() -> None:
     rng = np.random.default_rng(0)
     shapes = {"heads": (5, 2, 3), "back": (3, 2, 6), "stacked": (4, 6, 7), "reshaped": (14, 2), "transposed": (3, 4)}

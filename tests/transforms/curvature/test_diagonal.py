@@ -175,6 +175,7 @@ def test_modules_and_several_arguments() -> None:
     np.testing.assert_allclose(both[1], only, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_it_maps_over_models_and_is_differentiable() -> None:
     with jax.enable_x64(True):
         model, p, x, y = MODELS["perceptron"]()
@@ -188,6 +189,7 @@ def test_it_maps_over_models_and_is_differentiable() -> None:
         np.testing.assert_allclose(jax.grad(trace)(p["s"]), slope, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_half_precision_is_summed_in_float32() -> None:
     model, p, x, y = MODELS["perceptron"]()
     p, x = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (p, x))

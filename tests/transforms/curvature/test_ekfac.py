@@ -97,7 +97,7 @@ def test_several_uses_are_added_before_they_are_squared() -> None:
 
 def test_results_with_one_basis_are_averaged_exactly() -> None:
     with jax.enable_x64(True):
-        model, p, x, y = MODELS["attention"]()
+        model, p, x, y = MODELS["perceptron"]()
         of = jax.jit(ekfac(model, cross_entropy, fisher="exact"))
         whole = of(p, x, y)
         one, other = (of(p, x[some], y[some], basis=whole) for some in (slice(2), slice(2, None)))
@@ -106,6 +106,7 @@ def test_results_with_one_basis_are_averaged_exactly() -> None:
         np.testing.assert_allclose(of(p, x, y, basis=plain).dense(), whole.dense(), rtol=1e-8, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_the_sum_of_different_bases_keeps_the_trace() -> None:
     with jax.enable_x64(True):
         model, p, x, y = MODELS["perceptron"]()
@@ -144,6 +145,7 @@ def test_samples_members_and_refusals() -> None:
         kfac(model, cross_entropy, fisher="exact")(p, x, y, basis=exact)
 
 
+@pytest.mark.slow
 def test_a_basis_with_other_sides_takes_the_gradients_themselves() -> None:
     """A weight that is multiplied by a number has an exact block, whose eigenvectors are no products."""
     with jax.enable_x64(True):

@@ -140,6 +140,7 @@ def test_layers_of_a_scan_have_blocks_of_their_own() -> None:
         assert not found.blocks[1].dense()[:9, 9:].any()
 
 
+@pytest.mark.slow
 def test_casts_transposes_and_parts_of_a_parameter() -> None:
     with jax.enable_x64(True):
         p, x, y = {"w": normal(3, 4), "v": normal(3, 6)}, normal(N, 4), labels(3, N)
@@ -176,6 +177,7 @@ def test_rows_of_a_table_and_large_sides_are_diagonal(monkeypatch: pytest.Monkey
         np.testing.assert_allclose(reduced.blocks[1].left[0], np.square(shares).mean(0), rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_symmetric_products_in_blocks_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     with jax.enable_x64(True):
         model, p, x, y, blocks = written_out("a convolution", "expand")
@@ -200,6 +202,7 @@ def by_roles(model: Any, loss: Any, p: Any, x: Any, y: Any, role: int, shape: tu
     return (left, right) if len(left) == shape[0] else (right, left)
 
 
+@pytest.mark.slow
 def test_a_matrix_and_its_transpose_have_one_product_with_the_trace_of_both() -> None:
     with jax.enable_x64(True):
         p, x, y = {"w": normal(5, 3)}, normal(N, 5), normal(N, 5)

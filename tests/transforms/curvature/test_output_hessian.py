@@ -135,6 +135,7 @@ def test_an_indefinite_hessian_gives_nan(loss: Any) -> None:
     assert np.isnan(root(loss, jnp.asarray(LABELS), outputs)[1]).any()
 
 
+@pytest.mark.slow
 def test_negative_by_rounding_is_not_indefinite() -> None:
     """Next to the softmax of many tokens, a diagonal that is zero or tiny is a difference of larger numbers."""
     outputs = jnp.asarray(np.random.default_rng(0).normal(size=(256, 8)), jnp.float32)

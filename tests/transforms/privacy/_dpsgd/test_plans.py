@@ -103,12 +103,13 @@ def test_sizes_of_truncated_batches_are_at_most_the_truncation() -> None:
         assert max(dp.batches((X, Y)).sizes) <= most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [None, STRATEGY], ids=["independent", "bands"])
 def test_epsilon_of_truncated_batches_is_that_of_the_accountant(strategy: Any) -> None:
     dp, groups = make(truncated_batch_size=9, noise_strategy=strategy), 1 if strategy is None else 3
     relation = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
     event = dp_accounting.TruncatedSubsampledGaussianDpEvent(40 // groups, dp.ledger.sampling_probability, 9, 1.3)
-    for steps in (1, 5, 12):
+    for steps in (1, 12):
         accountant = dp_accounting.pld.PLDAccountant(relation)
         accountant.compose(dp_accounting.SelfComposedDpEvent(event, -(-steps // groups)))
         assert dp.epsilon(steps) == pytest.approx(accountant.get_epsilon(1e-2), rel=1e-9)
@@ -125,6 +126,7 @@ def test_the_epsilon_of_a_state_with_truncated_batches_needs_the_accountant_that
         make(accountant="rdp").epsilon(replace(state, step=jnp.int32(3)))
 
 
+@pytest.mark.slow
 def test_noise_for_truncated_batches_is_calibrated() -> None:
     dp = make(truncated_batch_size=9, noise_multiplier=None, target_epsilon=2.0)
     assert 1.99 < dp.epsilon(12) <= 2.0
@@ -225,12 +227,13 @@ def config_of(**settings: Any) -> BandMFExecutionPlanConfig:
     return BandMFExecutionPlanConfig(**{**given, **settings})
 
 
+GIVEN: dict[str, Any] = {"epsilon": None, "delta": None, "noise_multiplier": 1.1}  # its calibration takes seconds
 CONFIGS: dict[str, dict[str, Any]] = {
     "DP-SGD": {},
     "BandMF": {"strategy": STRATEGY, "sampling_prob": 0.6, "l2_clip_norm": 0.7},
     "a mean of clipped gradients": {"l2_clip_norm": 0.7, "rescale_to_unit_norm": False, "normalize_by": 8.0},
-    "given noise": {"epsilon": None, "delta": None, "noise_multiplier": 1.1, "normalize_by": 4.0},
-    "truncated": {"truncated_batch_size": 9, "num_examples": N},
+    "given noise": {"normalize_by": 4.0, **GIVEN},
+    "truncated": {"truncated_batch_size": 9, "num_examples": N, **GIVEN},
 }
 
 
@@ -302,7 +305,8 @@ def test_the_newer_configuration_is_taken_too() -> None:
     ],
 )
 def test_plans_that_cannot_run_are_refused(config: Any, options: Any, error: Any, message: str) -> None:
+    config = config_of(**{**GIVEN, **config})
     with pytest.raises(error, match=f"^DPSGD.from_plan: {message}"):
-        DPSGD.from_plan(loss, optax.sgd(0.3), config_of(**config), num_examples=N, target_delta=1e-2, **options)
+        DPSGD.from_plan(loss, optax.sgd(0.3), config, num_examples=N, target_delta=1e-2, **options)
     with pytest.raises(TypeError, match=r"^DPSGD.from_plan: config must be a BandMF configuration, but got"):
         DPSGD.from_plan(loss, optax.sgd(0.3), {"iterations": 12}, num_examples=N)

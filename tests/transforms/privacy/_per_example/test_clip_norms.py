@@ -183,6 +183,7 @@ def test_modules_and_several_arguments() -> None:
     assert aux.grad_norms[1].shape == (5,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_traced_norms_and_half_precision(method: Any) -> None:
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)

@@ -1,0 +1,90 @@
+"""`SharedStep`: one training step of the parameters that all members share, by the mean of the members' gradients."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ...transforms._core.arguments import describe
+from ...transforms._runs.optimizer import as_transform
+from .._members.shared import SharedArrays
+from .optimizer import MemberOptimizer
+from .state import SharedState, Trained
+from .update_where import update_where
+
+
+class Contribution(NamedTuple):
+    """The gradients by shared parameters of one member, or of all members stacked.
+
+    Attributes:
+      weight: 1 if they count, 0 if the member has stopped or they are not finite.
+      gradients: the gradients, zero where they do not count.
+    """
+
+    weight: jax.Array
+    gradients: Any
+
+    @classmethod
+    def of(cls, counts: jax.Array, gradients: Any) -> Contribution:
+        """Return the contribution of one member."""
+        return cls(counts.astype(jnp.float32), jax.tree.map(lambda g: jnp.where(counts, g, 0), gradients))
+
+
+class SharedStep:
+    """One training step of the parameters that all members share.
+
+    Args:
+      given: the optax transformation that was passed as `shared_optimizer`, or None.
+      optimizer: the optimizer of the members, which is used without `given`.
+    """
+
+    def __init__(self, given: Any, optimizer: MemberOptimizer) -> None:
+        transform = None if given is None else as_transform(given)
+        if given is not None and transform is None:
+            expected = "a GradientTransformation, such as optax.adam(1e-3)"
+            raise TypeError(f"Trainer: shared_optimizer must be {expected}, but got {describe(given)}.")
+        self._given, self._optimizer = transform, optimizer
+
+    def init(self, shared: SharedArrays | None) -> SharedState | None:
+        """Return the shared arrays with the optimizer state of those that train.
+
+        Raises:
+          ValueError: there are none, but an optimizer for them; the members' optimizer has hyperparameters per member.
+        """
+        if shared is None or not jax.tree.leaves(shared.trainable):
+            if self._given is not None:
+                raise ValueError("Trainer.init: shared_optimizer has nothing to train, since no parameter is shared.")
+            return None if shared is None else SharedState(shared, None)
+        if self._given is None and (names := sorted(self._optimizer.per_member)):
+            cure = "pass shared_optimizer=, such as optax.adam(1e-3)"
+            raise ValueError(f"Trainer.init: the members share parameters, but not the optimizer's {names}; {cure}.")
+        return SharedState(shared, self._transform.init(shared.trainable))
+
+    @property
+    def _transform(self) -> Any:
+        return self._optimizer.transform if self._given is None else self._given
+
+    def update(self, trained: Trained, given: Contribution, size: int) -> Trained:
+        """Return the shared parameters and their optimizer state after a step.
+
+        Args:
+          trained: both before the step.
+          given: the contributions of all members, possibly followed by those of a padding.
+          size: the number of members.
+        """
+        trainable, opt_state = trained
+        weights = jnp.where(jnp.arange(len(given.weight)) < size, given.weight, 0)
+        count = weights.sum()
+
+        def mean(g: jax.Array) -> jax.Array:
+            own = weights.reshape(-1, *[1] * (g.ndim - 1)).astype(g.dtype)
+            return (g * own).sum(0) / jnp.maximum(count, 1).astype(g.dtype)
+
+        def updated() -> Trained:
+            updates, state = self._transform.update(jax.tree.map(mean, given.gradients), opt_state, trainable)
+            return optax.apply_updates(trainable, updates), state
+
+        return update_where(count > 0, updated, (trainable, opt_state))

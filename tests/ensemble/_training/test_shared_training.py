@@ -1,0 +1,286 @@
+"""Training of parameters that members share, against a loop by hand over members that share an array."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from plurax.ensemble import EarlyStopping, Ensemble, Restarts, Trainer, TrainState, exploit, load, save, select
+from plurax.transforms._models.split_model import split
+from plurax.transforms.modules import freeze
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(8, 4)).astype(np.float32), RNG.integers(0, 3, 8)
+SIZE, STEPS = 3, 4
+STRATEGIES: Any = ["vmap", "map", "unroll", "loop"]
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, norm: bool = False) -> None:
+        self.trunk = nnx.Linear(4, 6, use_bias=not norm, rngs=rngs)  # before a norm, a bias has gradients of rounding
+        self.norm = nnx.BatchNorm(6, rngs=rngs) if norm else None
+        self.head = nnx.Linear(6, 3, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        x = self.trunk(x)
+        return self.head(nnx.relu(x if self.norm is None else self.norm(x)))
+
+
+def normed(rngs: nnx.Rngs) -> Net:
+    return Net(rngs, norm=True)
+
+
+def loss(net: Any, x: Any, y: Any) -> Any:
+    return optax.softmax_cross_entropy_with_integer_labels(net(x), y).mean()
+
+
+def created(make: Any = Net, shared: Any = "trunk") -> Ensemble[Any]:
+    return Ensemble.create(make, SIZE, seed=0, shared=shared)
+
+
+def by_hand(ens: Ensemble[Any], optimizer: Any, of_shared: Any, steps: int = STEPS, left_out: Any = ()) -> Any:
+    """Return the shared parameters and those of each member, with gradients of one member at a time."""
+    structure, shared = ens.structure, ens.shared.trainable
+    own = [jax.tree.map(lambda x, i=i: x[i], (ens.trainable, ens.rest)) for i in range(len(ens))]
+
+    def of(mine: Any, shared: Any, rest: Any) -> Any:
+        net = structure.merge({**mine, **shared}, rest)
+        value = loss(net, X, Y)
+        return value, split(net).rest
+
+    states, shared_state = [optimizer(i).init(mine) for i, (mine, _) in enumerate(own)], of_shared.init(shared)
+    for _ in range(steps):
+        found = []
+        for i, (mine, rest) in enumerate(own):
+            if i in left_out:
+                continue
+            gradients, rest = jax.grad(of, (0, 1), has_aux=True)(mine, shared, rest)
+            updates, states[i] = optimizer(i).update(gradients[0], states[i], mine)
+            own[i] = optax.apply_updates(mine, updates), rest
+            found.append(gradients[1])
+        mean = jax.tree.map(lambda *g: sum(g) / len(g), *found)
+        updates, shared_state = of_shared.update(mean, shared_state, shared)
+        shared = optax.apply_updates(shared, updates)
+    return shared, own
+
+
+def trained(trainer: Trainer, ens: Ensemble[Any], steps: int = STEPS) -> TrainState[Any]:
+    state = trainer.init(ens)
+    for _ in range(steps):
+        state, _ = trainer.step(state, (X, Y))
+    return state
+
+
+def assert_close(state: TrainState[Any], expected: Any) -> None:
+    shared, own = expected
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6)
+    jax.tree.map(close, state.ensemble.shared.trainable, shared)
+    for i, (mine, rest) in enumerate(own):
+        jax.tree.map(lambda a, b, i=i: close(a[i], b), (state.ensemble.trainable, state.ensemble.rest), (mine, rest))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_is_the_loop_by_hand(strategy: Any) -> None:
+    adam = optax.adam(0.05)
+    assert_close(trained(Trainer(loss, adam, strategy=strategy), created()), by_hand(created(), lambda i: adam, adam))
+
+
+def test_chunks_own_norms_and_two_optimizers() -> None:
+    rates = [0.1, 0.05, 0.2]
+    options: Any = {"hyperparams": {"learning_rate": rates}, "shared_optimizer": optax.adam(0.01)}
+    trainer = Trainer(loss, optax.sgd, strategy="vmap", chunk_size=2, **options)
+    expected = by_hand(created(normed), lambda i: optax.sgd(rates[i]), optax.adam(0.01))
+    assert_close(trained(trainer, created(normed)), expected)
+
+
+def test_a_run_is_the_steps_and_goes_on_exactly(tmp_path: Path) -> None:
+    trainer = Trainer(loss, optax.adam(0.05), strategy="vmap")
+    steps = trained(trainer, created(), 6)
+    batches = [(X, Y)] * 6
+    for options in ({}, {"steps_per_call": 2}):
+        state, history = trainer.fit(trainer.init(created()), batches, progress=False, **options)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state, steps)
+        assert len(history) == 6 * SIZE
+    whole, _ = trainer.fit(trainer.init(created()), batches, progress=False)
+    trainer.fit(trainer.init(created()), batches[:4], progress=False, checkpoint_dir=tmp_path)
+    resumed, _ = trainer.fit(trainer.init(created()), batches, progress=False, checkpoint_dir=tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, resumed, whole)
+    save(tmp_path / "state", whole)
+    jax.tree.map(np.testing.assert_array_equal, load(tmp_path / "state", trainer.init(created())), whole)
+    other = Ensemble.create(Net, SIZE, seed=1, shared="trunk")
+    with pytest.raises(ValueError, match=r"is of another run: .*other shared arrays"):
+        trainer.fit(trainer.init(other), batches, progress=False, checkpoint_dir=tmp_path)
+
+
+@pytest.mark.parametrize("nonfinite", ["freeze", "ignore"])
+def test_a_member_of_nans_does_not_spoil_what_is_shared(nonfinite: Any) -> None:
+    ens = created()
+    spoiled = jax.tree.map(lambda x: x.at[1].set(jnp.nan), ens.trainable)
+    ens = Ensemble(ens.structure, spoiled, ens.rest, ens.shared)
+    sgd = optax.sgd(0.1)
+    state = trained(Trainer(loss, sgd, nonfinite=nonfinite), ens)
+    shared, own = by_hand(ens, lambda i: sgd, sgd, left_out=(1,))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), state.ensemble.shared.trainable, shared)
+    np.testing.assert_allclose(state.ensemble.trainable["head"]["bias"][2], own[2][0]["head"]["bias"], rtol=1e-5)
+    assert state.standing.stopped.tolist() == [0, int(nonfinite == "freeze"), 0]
+    # If no member has a finite gradient, nothing that is shared moves.
+    nothing = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), ens.trainable)
+    ens = Ensemble(ens.structure, nothing, ens.rest, ens.shared)
+    state = trained(Trainer(loss, optax.adam(0.1), nonfinite=nonfinite), ens, 1)
+    jax.tree.map(np.testing.assert_array_equal, state.ensemble.shared.trainable, ens.shared.trainable)
+
+
+def test_members_that_stop_leave_the_mean() -> None:
+    """Three of four stop after two evaluations, and leave the run; the last one goes on with the trunk alone."""
+    ens, sgd = Ensemble.create(Net, 4, seed=0, shared="trunk"), optax.sgd(0.1)
+    values = iter([[1, 1, 1, 1], [2, 2, 2, 0], [-1], [-2]])
+    options: Any = {"every": 1, "patience": 1, "restore_best": False}
+    stopping = EarlyStopping(evaluate=lambda _: np.array(next(values), np.float32), **options)
+    trainer = Trainer(loss, sgd, strategy="vmap")
+    state, _ = trainer.fit(trainer.init(ens), [(X, Y)] * 4, progress=False, early_stopping=stopping)
+    shared, own = by_hand(ens, lambda i: sgd, sgd, 2)
+    trainable, rest = jax.tree.map(lambda *x: jnp.stack(x), *own)
+    moved = Ensemble(ens.structure, trainable, rest, type(ens.shared)(shared, {}, ens.shared.paths))
+    shared, last = by_hand(moved, lambda i: sgd, sgd, 2, left_out=(0, 1, 2))
+    assert_close(state, (shared, last))
+    assert state.standing.step.tolist() == [2, 2, 2, 4]
+    with pytest.raises(ValueError, match=r"^Trainer.fit: a member cannot be restored, since .*restore_best=False"):
+        trainer.fit(trainer.init(ens), [(X, Y)], progress=False, early_stopping=EarlyStopping(evaluate=len))
+
+
+def test_what_shared_parameters_need() -> None:
+    per_member = Trainer(loss, optax.sgd, hyperparams={"learning_rate": [0.1, 0.2, 0.3]})
+    with pytest.raises(ValueError, match=r"^Trainer.init: the members share parameters, but not .*\['learning_rate'\]"):
+        per_member.init(created())
+    per_member.init(freeze(created(), "trunk"))
+    nothing = Trainer(loss, optax.sgd(0.1), shared_optimizer=optax.sgd(0.1))
+    for ens in (Ensemble.create(Net, SIZE, seed=0), freeze(created(), "trunk")):
+        with pytest.raises(ValueError, match=r"^Trainer.init: shared_optimizer has nothing to train"):
+            nothing.init(ens)
+    with pytest.raises(TypeError, match=r"^Trainer: shared_optimizer must be a GradientTransformation"):
+        Trainer(loss, optax.sgd(0.1), shared_optimizer=optax.sgd)
+    trainer, norms = Trainer(loss, optax.sgd(0.1)), created(normed, shared=nnx.BatchNorm)
+    with pytest.raises(
+        ValueError, match=r"^Trainer: loss changes `norm.(mean|var)`, which all members share; .*view\("
+    ):
+        trainer.step(trainer.init(norms), (X, Y))
+    trainer.step(trainer.init(norms.view(use_running_average=True)), (X, Y))
+
+
+def test_a_frozen_trunk_is_neither_copied_nor_changed() -> None:
+    trainer = Trainer(loss, optax.adam, hyperparams={"learning_rate": [0.1, 0.2, 0.3]}, strategy="vmap")
+    state = trainer.init(freeze(created(), "trunk"))
+    assert state.shared_opt_state is None
+    after, _ = trainer.step(state, (X, Y))
+    for x, y in zip(jax.tree.leaves(after.ensemble.shared), jax.tree.leaves(state.ensemble.shared), strict=True):
+        assert x is y
+    frozen = freeze(Ensemble.create(Net, SIZE, seed=0), "trunk")
+    copies = Ensemble.stack([_with_trunk(frozen[i], frozen[0]) for i in range(SIZE)])
+    expected = trained(Trainer(loss, optax.adam, hyperparams={"learning_rate": [0.1, 0.2, 0.3]}), copies, 1)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+    jax.tree.map(close, after.ensemble.trainable, expected.ensemble.trainable)
+
+
+def _with_trunk(net: Any, other: Any) -> Any:
+    net.trunk = nnx.clone(other.trunk)
+    return net
+
+
+@pytest.mark.optimized
+def test_a_step_holds_one_frozen_trunk() -> None:
+    def wide(rngs: nnx.Rngs) -> Any:
+        net: Any = Net(rngs)
+        net.trunk = nnx.Sequential(nnx.Linear(4, 1024, rngs=rngs), nnx.relu, nnx.Linear(1024, 6, rngs=rngs))
+        return net
+
+    trainer = Trainer(loss, optax.sgd(0.1), strategy="vmap")
+    state = trainer.init(freeze(Ensemble.create(wide, 16, seed=0, shared="trunk"), "trunk"))
+    compiled = jax.jit(lambda state, x, y: trainer.step(state, (x, y))).lower(state, X[:1], Y[:1]).compile()
+    memory: Any = compiled.memory_analysis()
+    trunk = sum(x.nbytes for x in jax.tree.leaves(state.ensemble.shared))
+    total = sum(x.nbytes for x in jax.tree.leaves((state.ensemble, state.opt_state, state.standing)))
+    assert memory.argument_size_in_bytes <= total + 1000
+    assert memory.temp_size_in_bytes < 2 * trunk
+
+
+def test_populations_and_restarts_keep_the_shared_part() -> None:
+    trainer = Trainer(loss, optax.sgd(0.1), strategy="vmap")
+    state = trained(trainer, created(), 1)
+    for some in (select(state, [2, 0]), exploit(state, jnp.arange(3.0), key=jax.random.key(0))[0]):
+        jax.tree.map(np.testing.assert_array_equal, some.ensemble.shared, state.ensemble.shared)
+        after, _ = trainer.step(some, (X, Y))
+        assert not np.array_equal(after.ensemble.shared.trainable["trunk"]["bias"], _bias(state))
+    with pytest.warns(UserWarning, match="not finite"):
+        ended, _ = trainer.fit(
+            trainer.init(created()),
+            [(X, Y), (np.full_like(X, np.nan), Y), (X, Y), (X, Y)],
+            progress=False,
+            restarts=Restarts(every=2),
+        )
+    assert np.isfinite(_bias(ended)).all()
+
+
+def _bias(state: TrainState[Any]) -> Any:
+    return state.ensemble.shared.trainable["trunk"]["bias"]
+
+
+def test_validation_uses_the_shared_part() -> None:
+    trainer = Trainer(loss, optax.sgd(0.0), strategy="vmap")
+    ens = created()
+    _, history = trainer.fit(trainer.init(ens), [(X, Y)], progress=False, validation=(X, Y), validate_every=1)
+    expected = [float(loss(member, X, Y)) for member in ens]
+    np.testing.assert_allclose([row["validation_loss"] for row in history], expected, rtol=1e-5)
+
+
+ON_EIGHT = """
+import jax, jax.numpy as jnp, numpy as np, optax, re
+from jax.sharding import PartitionSpec as P
+from plurax.ensemble import Ensemble, Trainer, load, save
+from tests.ensemble._training import test_shared_training as own
+for shape, axes, size in (((4,), ("ensemble",), 6), ((4,), ("ensemble",), 8), ((4, 2), ("ensemble", "data"), 4)):
+    mesh = jax.make_mesh(shape, axes)
+    ens = Ensemble.create(own.Net, size, seed=0, shared="trunk")
+    one = own.trained(Trainer(own.loss, optax.adam(0.05), strategy="vmap"), ens)
+    trainer = Trainer(own.loss, optax.adam(0.05), strategy="vmap", mesh=mesh)
+    many = own.trained(trainer, ens)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), many, one)
+    assert own._bias(many).sharding.is_fully_replicated
+    np.testing.assert_allclose(many.ensemble(own.X), one.ensemble(own.X), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(many.ensemble[1](own.X), one.ensemble[1](own.X), rtol=1e-4, atol=1e-5)
+    fitted, _ = trainer.fit(trainer.init(ens), [(own.X, own.Y)] * own.STEPS, progress=False)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), fitted, one)
+    if size % 4:
+        continue
+    made = Ensemble.create(own.Net, size, seed=0, shared="trunk", mesh=mesh)
+    np.testing.assert_allclose(made(own.X), ens(own.X), rtol=1e-5, atol=1e-6)
+    text = jax.jit(lambda s, x, y: trainer.step(s, (x, y))).lower(many, own.X, own.Y).compile().as_text()
+    sent = re.findall(r"= .*? (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\\(", text)
+    print(shape, sorted(sent))
+"""
+
+
+@pytest.mark.slow
+def test_eight_devices_are_as_one_and_add_up_gradients_only() -> None:
+    environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    run = subprocess.run(
+        [sys.executable, "-c", ON_EIGHT],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, **environment},
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    first, second = run.stdout.splitlines()
+    assert set(first.split("[")[1].strip("]").replace("'", "").split(", ")) == {"all-reduce"}
+    assert set(second.split("[")[1].strip("]").replace("'", "").split(", ")) == {"all-reduce"}
