@@ -8,6 +8,7 @@
 - `Batches`: shuffled batches, shared by all members or different for each; `grid`: combinations of hyperparameters.
 - `save`, `load`, `load_member`: write and read an ensemble or a training state, or read a single member.
 - `k_best`, `exploit`, `greedy_selection`, `soup`, `select`: choose, copy, combine and average members.
+- `Committee`: ensembles and models of different architectures behind one `predict`.
 - `metrics`, `calibration`, `plots`: scores and uncertainty measures; temperatures and conformal sets; figures.
 
 Transforms of functions and single models are in `plurax.transforms`, private training in `plurax.transforms.privacy`.
@@ -29,6 +30,7 @@ The source folders, lowest layer first; the docstring of each describes its file
 - `_step`: one training step of one member, and the state that it changes; `_execution`: the choice of a strategy, and
   the execution of that step for all members; `_training`: `Trainer`, its loop, checkpoints, early stopping,
   populations, batches.
+- `_sharing`: what is made of trained members: committees.
 - `metrics`, `calibration`, `plots`: public modules.
 """
 
@@ -40,6 +42,7 @@ from ..transforms._core.version import __version__ as __version__
 from . import calibration, metrics, plots
 from ._members.ensemble import Ensemble
 from ._members.strategy import Execution
+from ._sharing.committee import Committee
 from ._step.member_status import MemberStatus
 from ._step.state import TrainState
 from ._training.batches import Batches
@@ -54,6 +57,7 @@ from ._training.trainer import Trainer
 __all__ = [
     "Batches",
     "Callback",
+    "Committee",
     "EarlyStopping",
     "Ensemble",
     "Execution",

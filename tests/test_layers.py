@@ -37,7 +37,16 @@ LAYERS = {
         "_compile_for",
         "__init__",
     ],
-    "ensemble": ["_scoring", "_members", "_step", "_execution", "_training", "calibration metrics plots", "__init__"],
+    "ensemble": [
+        "_scoring",
+        "_members",
+        "_step",
+        "_execution",
+        "_training",
+        "_sharing",
+        "calibration metrics plots",
+        "__init__",
+    ],
 }
 HEAVY = {"flax", "scipy", "matplotlib", "orbax", "tensorstore"}
 # It defines an NNX module, and is imported lazily.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...transforms._core.arguments import describe
-from ...transforms._core.prediction import Prediction, at_least_float32, of_probabilities
+from ...transforms._core.prediction import Prediction, at_least_float32, mean_of, of_probabilities, variance_of
 from .._scoring.validation import check_probabilities, check_variances, first, unwrapped
 from .rows import by_row
 
@@ -35,10 +35,10 @@ def _no_temperature(x: Any) -> Any:
     return ~((x > 0) & (x < jnp.inf))
 
 
-def classify(logits: Any, kind: str, temperature: Any) -> Prediction:
+def classify(logits: Any, kind: str, temperature: Any, weights: jax.Array | None = None) -> Prediction:
     """Return the prediction for logits (members, batch, ..., classes), or (members, batch, ...) if `kind` is "binary".
 
-    Raise for anything else.
+    Raise for anything else. `weights` are as for `of_probabilities`.
     """
     least, expected = (2, "(batch, ...)") if kind == "binary" else (3, "(batch, ..., classes)")
     if not isinstance(logits, jax.Array) or logits.ndim < least:
@@ -49,11 +49,11 @@ def classify(logits: Any, kind: str, temperature: Any) -> Prediction:
         # The sigmoid of z is the softmax of 0 and z.
         logits = jnp.stack([jnp.zeros_like(logits), logits], axis=-1)
     check_probabilities("Ensemble.predict", logits, f"(members, {expected[1:]}", least, bounded=False, what="logits")
-    return _of_logits(logits, None if temperature is None else jnp.asarray(unwrapped(temperature)))
+    return _of_logits(logits, None if temperature is None else jnp.asarray(unwrapped(temperature)), weights)
 
 
 @jax.jit
-def _of_logits(logits: jax.Array, temperature: Any) -> Prediction:
+def _of_logits(logits: jax.Array, temperature: Any, weights: jax.Array | None) -> Prediction:
     logits = at_least_float32(logits)
     if temperature is not None:
         # Traced values cannot raise, so an invalid temperature makes the result NaN.
@@ -61,17 +61,17 @@ def _of_logits(logits: jax.Array, temperature: Any) -> Prediction:
         # Shifted to at most 0 first, so that a small temperature does not make the largest logit infinite.
         logits = (logits - logits.max(axis=-1, keepdims=True)) / by_row(positive, logits)
     # The ensemble is the mixture of its members, so probabilities are averaged, not logits.
-    return of_probabilities(jax.nn.softmax(logits, axis=-1))
+    return of_probabilities(jax.nn.softmax(logits, axis=-1), weights)
 
 
-def regress(outputs: Any) -> Prediction:
+def regress(outputs: Any, weights: jax.Array | None = None) -> Prediction:
     """Return the prediction for values, or for means and variances; raise for anything else."""
     is_pair = isinstance(outputs, (tuple, list)) and len(outputs) == 2
     if not all(isinstance(x, jax.Array) for x in (outputs if is_pair else [outputs])):
         expected = "for regression each member must return values or a pair (mean, variance)"
         raise ValueError(f"Ensemble.predict: {expected}, but all together returned {_say(outputs)}.")
     if not is_pair:
-        return _of_values(outputs, None)
+        return _of_values(outputs, None, weights)
     members, variances = outputs
     if members.shape != variances.shape:
         shapes = f"means have shape {members.shape[1:]}, but their variances {variances.shape[1:]}"
@@ -79,19 +79,20 @@ def regress(outputs: Any) -> Prediction:
     # The usual cause is a model that returns log-variances. Without this check they would be averaged as variances,
     # and a positive result would look plausible.
     check_variances("Ensemble.predict", variances)
-    return _of_values(members, variances)
+    return _of_values(members, variances, weights)
 
 
 @jax.jit
-def _of_values(members: jax.Array, variances: jax.Array | None) -> Prediction:
+def _of_values(members: jax.Array, variances: jax.Array | None, weights: jax.Array | None) -> Prediction:
     """Return the prediction for values, or for means and the variances that the members predict."""
     members = at_least_float32(members)
-    variance = members.var(axis=0)
+    mean = mean_of(members, weights)
+    variance = variance_of(members, mean, weights)
     if variances is not None:
         variances = at_least_float32(variances)
-        # The law of total variance for a mixture with equal weights: Var(y) = Var(means) + E(variances).
-        variance += jnp.where(variances < 0, jnp.nan, variances).mean(axis=0)
-    return Prediction(members.mean(axis=0), variance, None, None, members)
+        # The law of total variance for a mixture: Var(y) = Var(means) + E(variances).
+        variance += mean_of(jnp.where(variances < 0, jnp.nan, variances), weights)
+    return Prediction(mean, variance, None, None, members)
 
 
 def _say(outputs: Any) -> str:

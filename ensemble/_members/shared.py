@@ -45,14 +45,18 @@ def shared_paths(api: str, model: Any, filter: Any) -> frozenset[Path]:
     """
     from flax import nnx
 
-    from ...transforms.modules._parameters import matching
+    from ...transforms.modules._parameters import matching, thawed
     from ...transforms.modules._places import check_module, enclosing, places
 
     check_module(api, model)
     matches, nodes = matching(api, filter, "shared"), places(model)
     variables = {path: x for path, x in nodes.items() if isinstance(x, nnx.Variable)}
-    # By identity: a variable with several paths is selected if any of them is.
-    chosen = {id(x) for path, x in variables.items() if matches(path, enclosing(nodes, path), x)}
+    # By identity: a variable with several paths is selected if any of them is. A frozen one has its earlier kind too.
+    chosen = {
+        id(x)
+        for path, x in variables.items()
+        if any(matches(path, enclosing(nodes, path), as_kind) for as_kind in (x, thawed(x)))
+    }
     every = nnx.to_flat_state(nnx.state(model))
     found = frozenset(path for path, x in every if id(x) in chosen and not isinstance(x, nnx.RngState))
     if not found:

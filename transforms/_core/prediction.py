@@ -48,11 +48,31 @@ class Prediction(NamedTuple):
     members: jax.Array
 
 
-def of_probabilities(members: jax.Array) -> Prediction:
-    """Return the prediction for the probabilities of members, shape (members, batch, ..., classes)."""
-    mean = members.mean(axis=0)
+def of_probabilities(members: jax.Array, weights: jax.Array | None = None) -> Prediction:
+    """Return the prediction for the probabilities of members, shape (members, batch, ..., classes).
+
+    Args:
+      members: the probabilities.
+      weights: a weight for each member, whose sum is 1; None for equal ones.
+    """
+    mean = mean_of(members, weights)
     total = entropy_of(mean)
-    return Prediction(mean, members.var(axis=0), total, information_of(members, total), members)
+    return Prediction(
+        mean, variance_of(members, mean, weights), total, information_of(members, total, weights), members
+    )
+
+
+def mean_of(members: jax.Array, weights: jax.Array | None) -> jax.Array:
+    """Return the mean over axis 0, possibly weighted; members without weight may hold any numbers."""
+    if weights is None:
+        return members.mean(axis=0)
+    weights = weights.reshape(-1, *[1] * (members.ndim - 1)).astype(members.dtype)
+    return (jnp.where(weights > 0, members, 0) * weights).sum(axis=0)
+
+
+def variance_of(members: jax.Array, mean: jax.Array, weights: jax.Array | None) -> jax.Array:
+    """Return the variance over axis 0, possibly weighted, given the mean."""
+    return members.var(axis=0) if weights is None else mean_of(jnp.square(members - mean), weights)
 
 
 def entropy_of(p: jax.Array) -> jax.Array:
@@ -61,10 +81,10 @@ def entropy_of(p: jax.Array) -> jax.Array:
     return entr(p).sum(axis=-1)
 
 
-def information_of(p: jax.Array, total: Any) -> jax.Array:
+def information_of(p: jax.Array, total: Any, weights: jax.Array | None = None) -> jax.Array:
     """Return the mutual information of the members' distributions, whose mean has the entropy `total`."""
     # Not negative by Jensen's inequality, but rounding may make it so where all members agree.
-    return jnp.maximum(total - entropy_of(p).mean(axis=0), 0)
+    return jnp.maximum(total - mean_of(entropy_of(p), weights), 0)
 
 
 def at_least_float32(x: Any) -> Any:

@@ -69,7 +69,7 @@ class Checkpoint:
         """
         path = Path(path).resolve()
         if not path.exists():
-            # A process killed between the two renames of `_replace` leaves the old checkpoint under this name.
+            # A process killed between the two renames of `replace_directory` leaves the old checkpoint under this name.
             earlier = sorted(path.parent.glob(f".{path.name}.*.replaced"))
             hint = f" An interrupted save left the previous one at {earlier[-1]}; rename it back." if earlier else ""
             raise FileNotFoundError(f"{api}: there is no checkpoint at {path}.{hint}")
@@ -257,7 +257,7 @@ def write(
             # Flush before the rename, or a power failure could leave the final name with incomplete files.
             for file in [*unfinished.iterdir(), unfinished]:
                 sync(file)
-            _replace(unfinished, path)
+            replace_directory(unfinished, path)
 
         # All processes finish each step before any starts the next: the directory exists before others write into it,
         # and all arrays are written before the first process renames it.
@@ -366,7 +366,7 @@ def _check_replaceable(api: str, path: Path) -> None:
         raise FileExistsError(f"{api}: {path} also holds {others[0]!r}, which would be lost; move it.")
 
 
-def _replace(new: Path, path: Path) -> None:
+def replace_directory(new: Path, path: Path) -> None:
     """Replace the directory `path` with `new`. Between the two renames `path` is absent, but never incomplete."""
     # A single rename cannot replace a directory that is not empty.
     old = new.with_suffix(".replaced")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -78,6 +78,35 @@ def replaced(model: Any, new: Callable[[Path, Any], Any]) -> Any:
         return copied(found) if found is x else found
 
     return nnx.map(replace, model)
+
+
+def with_modules(api: str, model: Any, chosen: Collection[Path], new: Callable[[Path, Any], Any]) -> Any:
+    """Return a copy of a module with some modules in it replaced; a module with several paths is replaced once.
+
+    Args:
+      api: the name for errors.
+      model: the module.
+      chosen: the paths of the modules.
+      new: returns the replacement for a path and the module there, which it may change.
+    """
+    model = replaced(model, lambda _, x: x)
+    made: dict[int, Any] = {}
+    nodes = places(model)
+    for path in sorted(chosen, key=lambda path: [str(key) for key in path]):
+        module = nodes[path]
+        if id(module) not in made:
+            made[id(module)] = new(path, module)
+        if not path:
+            return made[id(module)]
+        holds, key = nodes.get(path[:-1]), path[-1]
+        if holds is None:
+            cure = "put the modules into an nnx.List or an nnx.Dict"
+            raise TypeError(f"{api}: `{dotted(path)}` is in a plain container and cannot be replaced; {cure}.")
+        if isinstance(holds, nnx.List):
+            holds[key] = made[id(module)]
+        else:
+            setattr(holds, key, made[id(module)])
+    return model
 
 
 def copied(x: Any) -> Any:

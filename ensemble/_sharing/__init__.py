@@ -1,0 +1,5 @@
+"""Members of any kind as one, once they are trained.
+
+- `committee.py`: `Committee`: ensembles and models of different architectures behind one `predict`. It calls each group
+  as an ensemble, stacks the outputs of all members, and takes their weighted mean as `_members/prediction.py` does.
+"""

@@ -1,0 +1,229 @@
+"""`Committee`: ensembles and models of different architectures, whose predictions are combined."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from ...transforms._core.arguments import check_choice, describe
+from ...transforms._core.prediction import Kind, Prediction
+from ...transforms._models.split_model import is_model
+from ...transforms._runs.checkpoint import replace_directory
+from .._members.ensemble import Ensemble
+from .._members.prediction import check_temperature, classify, regress
+from .._members.rows import member_index
+from .._training.checkpoint import load, save
+
+_MANIFEST = "committee.json"
+_FORMAT = {"format": "plurax committee", "version": 1}
+
+
+class Committee:
+    """Members of different architectures, sources and sizes behind one `predict`.
+
+    Args:
+      groups: ensembles, and single models: NNX modules, or members of an ensemble. For Linen, Equinox and functions,
+        pass `Ensemble.from_apply(apply, [variables])`. The members of a group run as one program.
+      weights: a weight for each member, in the order of the groups: not negative, and not all zero; they are divided by
+        their sum. None weights all members equally.
+
+    Attributes:
+      groups: the ensembles; a single model is an ensemble of one.
+      weights: the weights, whose sum is 1, float32 (members,); None for equal ones.
+
+    Raises:
+      TypeError: `groups` is not a list of ensembles and models; the weights are not real numbers.
+      ValueError: there are no groups; the weights have another shape, are negative, not finite or all zero.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from plurax.ensemble import Committee, Ensemble
+      >>> small = Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 5, seed=0)
+      >>> other = nnx.Sequential(nnx.Linear(4, 8, rngs=nnx.Rngs(1)), nnx.relu, nnx.Linear(8, 3, rngs=nnx.Rngs(2)))
+      >>> committee = Committee([small, other])
+      >>> committee
+      Committee of 6 members: 5 × Linear, 1 × Sequential
+      >>> committee.predict(jnp.ones((2, 4))).mean.shape
+      (2, 3)
+    """
+
+    def __init__(self, groups: Sequence[Any], weights: ArrayLike | Sequence[float] | None = None) -> None:
+        if not isinstance(groups, (list, tuple)):
+            raise TypeError(f"Committee: groups must be a list of ensembles and models, but got {describe(groups)}.")
+        if not groups:
+            raise ValueError("Committee: the list of groups is empty; pass at least one ensemble or model.")
+        for i, group in enumerate(groups):
+            if not isinstance(group, Ensemble) and not is_model(group):
+                found = f"group {i} is {type(group).__name__}, neither an Ensemble nor a model"
+                raise TypeError(f"Committee: {found}; for functions use Ensemble.from_apply(apply, [variables]).")
+        self.groups = [group if isinstance(group, Ensemble) else Ensemble.stack([group]) for group in groups]
+        self.weights = None if weights is None else _checked(weights, len(self))
+
+    def __len__(self) -> int:
+        return sum(map(len, self.groups))
+
+    def __iter__(self) -> Iterator[Any]:
+        return (member for group in self.groups for member in group)
+
+    def __getitem__(self, index: int) -> Any:
+        """Return a member as a standalone model, counted over all groups."""
+        i = member_index("Committee", index, len(self))
+        for group in self.groups:
+            if i < len(group):
+                return group[i]
+            i -= len(group)
+        raise AssertionError
+
+    def __call__(self, x: Any) -> Any:
+        """Evaluate every member in its present mode.
+
+        Args:
+          x: the input of each member.
+
+        Returns:
+          The outputs of all members, stacked along a new axis 0.
+
+        Raises:
+          TypeError, ValueError: as for a call of an ensemble; the groups return outputs of different structures or
+            shapes.
+        """
+        return _together([group(x) for group in self.groups])
+
+    def predict(self, x: Any, *, kind: Kind = "classification", temperature: ArrayLike | None = None) -> Prediction:
+        """Predict with all members in evaluation mode; return the weighted mean and measures of uncertainty.
+
+        Args:
+          x: inputs, shape (batch, ...).
+          kind: as for `Ensemble.predict`.
+          temperature: as for `Ensemble.predict`, one for each of all members.
+
+        Returns:
+          A `Prediction`: means, variances and entropies are weighted, and `members` has all members along axis 0.
+
+        Raises:
+          TypeError, ValueError: as for `Ensemble.predict`, and as for a call.
+        """
+        check_choice("Committee.predict", "kind", kind, get_args(Kind))
+        check_temperature(temperature, kind, len(self))
+        outputs = _together([group._evaluating()(x) for group in self.groups])
+        if kind == "regression":
+            return regress(outputs, self.weights)
+        return classify(outputs, kind, temperature, self.weights)
+
+    def weighted(self, weights: ArrayLike | Sequence[float] | None) -> Committee:
+        """Return a committee of the same members with other weights, such as how often `greedy_selection` chose each.
+
+        Examples:
+          >>> import jax.numpy as jnp
+          >>> from flax import nnx
+          >>> from plurax.ensemble import Committee
+          >>> committee = Committee([nnx.Linear(4, 3, rngs=nnx.Rngs(i)) for i in range(3)])
+          >>> committee.weighted([2, 1, 1]).weights
+          Array([0.5 , 0.25, 0.25], dtype=float32)
+        """
+        return Committee(self.groups, weights)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all members to a directory, atomically.
+
+        Args:
+          path: the directory to create. An earlier committee there is replaced.
+
+        Raises:
+          FileExistsError: `path` exists and is no committee.
+          OSError: the files cannot be written.
+        """
+        path = Path(path).resolve()
+        if path.exists() and _manifest(path) is None:
+            raise FileExistsError(f"Committee.save: {path} exists and is no committee; pass another path.")
+        unfinished = path.parent / f".{path.name}.{uuid.uuid4().hex}.unfinished"
+        try:
+            unfinished.mkdir(parents=True)
+            for i, group in enumerate(self.groups):
+                save(unfinished / f"group_{i:03d}", group)
+            weights = None if self.weights is None else np.asarray(self.weights).tolist()
+            about = {**_FORMAT, "groups": len(self.groups), "weights": weights}
+            (unfinished / _MANIFEST).write_text(json.dumps({**about, "checksum": _checksum(about)}))
+            replace_directory(unfinished, path)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str], like: Committee) -> Committee:
+        """Read a committee that `save` wrote.
+
+        Args:
+          path: the directory.
+          like: a committee of the same architectures and sizes, whose values are replaced.
+
+        Raises:
+          FileNotFoundError: there is no such directory.
+          ValueError: it holds no committee, is damaged, or has other groups than `like`.
+        """
+        path = Path(path)
+        if not path.exists():
+            raise FileNotFoundError(f"Committee.load: there is no committee at {path}.")
+        about = _manifest(path)
+        if about is None:
+            raise ValueError(f"Committee.load: {path} holds no committee, or is damaged.")
+        if about["groups"] != len(like.groups):
+            found = f"{about['groups']} groups, but `like` has {len(like.groups)}"
+            raise ValueError(f"Committee.load: the committee at {path} has {found}.")
+        groups = [load(path / f"group_{i:03d}", group) for i, group in enumerate(like.groups)]
+        return Committee(groups, about["weights"])
+
+    def __repr__(self) -> str:
+        groups = ", ".join(f"{len(group)} × {group.structure!r}" for group in self.groups)
+        return f"Committee of {len(self)} members: {groups}{'' if self.weights is None else ', weighted'}"
+
+
+def _together(outputs: list[Any]) -> Any:
+    """Return the outputs of all groups, stacked along axis 0; raise if they differ in structure or shape."""
+    shapes = [jax.tree.map(lambda x: jnp.shape(x)[1:], out) for out in outputs]
+    for i, found in enumerate(shapes):
+        if found != shapes[0]:
+            raise ValueError(
+                f"Committee: a member of group {i} returns {found} (shapes), but one of group 0 {shapes[0]}; let all "
+                "return outputs of one shape."
+            )
+    return jax.tree.map(lambda *x: jnp.concatenate(x), *outputs)
+
+
+def _checked(weights: Any, size: int) -> jax.Array:
+    """Return weights divided by their sum; raise if they are not one for each member."""
+    found = np.asarray(weights)
+    if found.dtype.kind not in "fiub" and not jnp.issubdtype(found.dtype, jnp.floating):
+        raise TypeError(f"Committee: weights must be real numbers, but got {describe(weights)}.")
+    found = found.astype(np.float64)
+    if found.shape != (size,):
+        raise ValueError(f"Committee: weights must have shape ({size},), one for each member, but got {found.shape}.")
+    if not (np.isfinite(found).all() and (found >= 0).all() and found.sum() > 0):
+        raise ValueError(f"Committee: weights must be finite and not negative, and one above 0, but got {found}.")
+    return jnp.asarray(found / found.sum(), jnp.float32)
+
+
+def _manifest(path: Path) -> dict[str, Any] | None:
+    """Return the description of the committee at a path; None if there is none, or it is damaged."""
+    try:
+        about = json.loads((path / _MANIFEST).read_text())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(about, dict) or about.pop("checksum", None) != _checksum(about):
+        return None
+    return about if {name: about.get(name) for name in _FORMAT} == _FORMAT else None
+
+
+def _checksum(about: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(about, sort_keys=True).encode())

@@ -1,0 +1,255 @@
+"""`batch_ensemble`, `lora`, `tabm`: few parameters of its own for a member, around kernels that all members share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from .._core.arguments import check_count, check_number, describe
+from .._models.split_model import Model
+from ._parameters import matching
+from ._places import Path, check_module, enclosing, places, with_modules
+
+_LAYERS = (nnx.Linear, nnx.Conv)
+
+
+class Base(nnx.Param[Any]):
+    """A parameter of a layer that has an adapter: members of an ensemble share it with `shared=Base`.
+
+    Examples:
+      >>> from flax import nnx
+      >>> from plurax.ensemble import Ensemble
+      >>> from plurax.transforms.modules import Base, batch_ensemble
+      >>> make = lambda rngs: batch_ensemble(nnx.Linear(100, 50, rngs=rngs), rngs=rngs)
+      >>> Ensemble.create(make, 8, seed=0, shared=Base)  # 5,000 numbers shared, 200 of its own for each member
+      Ensemble of 8 × ScaledLayer, 200 parameters each, 1 variables shared
+    """
+
+
+class Adapter(nnx.Param[Any]):
+    """A parameter of an adapter: scales, and the bias of a layer that has them.
+
+    Examples:
+      >>> from flax import nnx
+      >>> from plurax.transforms.modules import Adapter, batch_ensemble
+      >>> model = batch_ensemble(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1))
+      >>> [path[-1] for path, _ in nnx.to_flat_state(nnx.state(model, Adapter))]
+      ['bias', 'inputs', 'outputs']
+    """
+
+
+class ScaledLayer(nnx.Module):
+    """A layer between scales of its inputs and outputs: s ∘ layer(r ∘ x) + b, along the last axis."""
+
+    def __init__(self, layer: Any, inputs: Any, outputs: Any, bias: Any) -> None:
+        self.layer = layer
+        self.inputs, self.outputs, self.bias = (None if x is None else Adapter(x) for x in (inputs, outputs, bias))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return the outputs for inputs of shape (..., inputs)."""
+        y = self.layer(x if self.inputs is None else x * self.inputs[...])
+        y = y if self.outputs is None else y * self.outputs[...]
+        return y if self.bias is None else y + self.bias[...]
+
+
+class LowRankLayer(nnx.Module):
+    """A layer plus a product of low rank: layer(x) + scale · B(A x), where A is a layer of the same kind."""
+
+    def __init__(self, layer: Any, down: Any, up: Any, scale: float) -> None:
+        self.layer, self.down, self.up, self.scale = layer, down, up, scale
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return the outputs for inputs of shape (..., inputs)."""
+        return self.layer(x) + self.scale * self.up(self.down(x))
+
+
+def batch_ensemble(model: Model, *, rngs: nnx.Rngs, where: Any = None, init: Callable[..., Any] | None = None) -> Model:
+    """Give linear and convolutional layers scales of their inputs and outputs, and let their kernels be shared.
+
+    A member of an ensemble then has the kernel W ∘ r sᵀ, of which r, s and the bias are its own.
+
+    Args:
+      model: an NNX module.
+      rngs: draws the scales, by its stream `params`.
+      where: a filter, as for `freeze`, of `nnx.Linear` and `nnx.Conv` layers; None for all of them.
+      init: an initializer of the scales; None for random signs.
+
+    Returns:
+      A new module in which these layers are `ScaledLayer`s. Their kernels are of kind `Base`, scales and biases of kind
+      `Adapter`; everything else is unchanged. `Ensemble.create(..., shared=Base)` stores the kernels once.
+
+    Raises:
+      TypeError: `model` is not a module, or `where` not a filter; a layer is in a plain list or tuple.
+      ValueError: the filter selects no layer.
+
+    Cost:
+      Two products by elements around each layer.
+
+    Source:
+      Wen et al. 2020, "BatchEnsemble: An Alternative Approach to Efficient Ensemble and Lifelong Learning".
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from plurax.transforms.modules import batch_ensemble
+      >>> model = nnx.Sequential(nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(8, 3, rngs=nnx.Rngs(1)))
+      >>> batch_ensemble(model, rngs=nnx.Rngs(2), where="layers.0")(jnp.ones((2, 4))).shape
+      (2, 3)
+    """
+
+    def scaled(_: Path, layer: Any) -> ScaledLayer:
+        draw = _signs if init is None else init
+        inputs = draw(rngs.params(), (layer.in_features,), layer.param_dtype)
+        outputs = draw(rngs.params(), (layer.out_features,), layer.param_dtype)
+        return ScaledLayer(_as_base(layer), inputs, outputs, _taken_bias(layer))
+
+    return with_modules("batch_ensemble", model, _chosen("batch_ensemble", model, where), scaled)
+
+
+def tabm(model: Model, *, first: Any, head: Any, rngs: nnx.Rngs, mini: bool = False) -> Model:
+    """Turn a network into a member of a TabM: an ensemble that shares all kernels but that of the head.
+
+    Args:
+      model: an NNX module, such as a multilayer perceptron.
+      first: a filter, as for `freeze`, of the first layer, whose inputs get random signs.
+      head: a filter of the last layer, which each member has for itself.
+      rngs: draws the signs, by its stream `params`.
+      mini: whether the scales of the first layer's inputs and the head are all that a member has; otherwise each linear
+        layer but the head has scales of inputs and outputs, which are ones, and a bias of its own.
+
+    Returns:
+      A new module, whose shared parameters are of kind `Base`, for `Ensemble.create(..., shared=Base)`.
+
+    Raises:
+      TypeError: as for `batch_ensemble`.
+      ValueError: a filter selects no layer; `first` and `head` select the same one.
+
+    Cost:
+      As for `batch_ensemble`.
+
+    Source:
+      Gorishniy et al. 2025, "TabM: Advancing Tabular Deep Learning with Parameter-Efficient Ensembling".
+
+    Examples:
+      >>> from flax import nnx
+      >>> from plurax.ensemble import Ensemble
+      >>> from plurax.transforms.modules import Base, tabm
+      >>> def make(rngs):
+      ...     mlp = nnx.Sequential(nnx.Linear(8, 64, rngs=rngs), nnx.relu, nnx.Linear(64, 1, rngs=rngs))
+      ...     return tabm(mlp, first="layers.0", head="layers.2", rngs=rngs, mini=True)
+      >>> Ensemble.create(make, 32, seed=0, shared=Base)
+      Ensemble of 32 × Sequential, 73 parameters each, 2 variables shared
+    """
+    firsts, heads = _chosen("tabm", model, first, "first"), _chosen("tabm", model, head, "head")
+    if both := firsts & heads:
+        raise ValueError(f"tabm: first and head select the same layer, {sorted(both, key=str)[0]}; name two.")
+
+    def shared(path: Path, layer: Any) -> Any:
+        inputs = None
+        if path in firsts:
+            inputs = _signs(rngs.params(), (layer.in_features,), layer.param_dtype)
+        if mini:
+            layer = _as_base(layer, bias=True)
+            return layer if inputs is None else ScaledLayer(layer, inputs, None, None)
+        ones = [jnp.ones((size,), layer.param_dtype) for size in (layer.in_features, layer.out_features)]
+        return ScaledLayer(_as_base(layer), ones[0] if inputs is None else inputs, ones[1], _taken_bias(layer))
+
+    return with_modules("tabm", model, _chosen("tabm", model, None) - heads, shared)
+
+
+def lora(model: Model, rank: int, *, rngs: nnx.Rngs, where: Any = None, scale: float = 1.0) -> Model:
+    """Add a product of low rank to linear and convolutional layers: W + scale · A B, where B starts as zeros.
+
+    Args:
+      model: an NNX module.
+      rank: the rank.
+      rngs: draws A, by its stream `params`.
+      where: as for `batch_ensemble`.
+      scale: α / rank in the paper.
+
+    Returns:
+      A new module that computes the same as `model`. A and B are of kind `nnx.LoRAParam`, the layers' own parameters of
+      kind `Base`; `freeze(model, Base)` excludes these from training.
+
+    Raises:
+      TypeError, ValueError: as for `batch_ensemble`; a rank that is not a positive int, or a scale that is no number.
+
+    Cost:
+      For each layer, rank · (inputs + outputs) parameters, and products with them.
+
+    Source:
+      Hu et al. 2022, "LoRA: Low-Rank Adaptation of Large Language Models".
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from plurax.transforms.modules import lora
+      >>> model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+      >>> bool((lora(model, 2, rngs=nnx.Rngs(1))(jnp.ones((1, 4))) == model(jnp.ones((1, 4)))).all())
+      True
+    """
+    check_count("lora", "rank", rank)
+    check_number("lora", "scale", scale, lambda _: True, "a number")
+
+    def low_rank(_: Path, layer: Any) -> LowRankLayer:
+        options: dict[str, Any] = {"use_bias": False, "param_dtype": layer.param_dtype, "dtype": layer.dtype}
+        draw = nnx.initializers.he_uniform()
+        if isinstance(layer, nnx.Conv):
+            places: dict[str, Any] = {name: getattr(layer, name) for name in _OF_CONV}
+            down: Any = nnx.Conv(layer.in_features, rank, **places, **options, kernel_init=draw, rngs=rngs)
+        else:
+            down = nnx.Linear(layer.in_features, rank, **options, kernel_init=draw, rngs=rngs)
+        up = nnx.Linear(rank, layer.out_features, **options, kernel_init=nnx.initializers.zeros, rngs=rngs)
+        for part in (down, up):
+            part.kernel = nnx.LoRAParam(part.kernel.get_raw_value())
+        return LowRankLayer(_as_base(layer, bias=True), down, up, scale)
+
+    return with_modules("lora", model, _chosen("lora", model, where), low_rank)
+
+
+_OF_CONV = ("kernel_size", "strides", "padding", "input_dilation", "kernel_dilation")
+
+
+def _chosen(api: str, model: Any, where: Any, name: str = "where") -> set[Path]:
+    """Return all paths of the linear and convolutional layers that a filter selects; raise if there are none."""
+    check_module(api, model)
+    nodes = places(model)
+    layers = {path: x for path, x in nodes.items() if isinstance(x, _LAYERS)}
+    if where is not None:
+        matches = matching(api, where, name)
+        # By identity: a layer with several paths is selected if any of them is.
+        selected = {id(x) for path, x in layers.items() if matches(path, enclosing(nodes, path), x)}
+        layers = {path: x for path, x in layers.items() if id(x) in selected}
+    if not layers:
+        found = f"{name} selects no nnx.Linear or nnx.Conv of {type(model).__name__}"
+        raise ValueError(f"{api}: {found}; name a layer, such as 'layers.0', or a kind of layers.")
+    for path, x in layers.items():
+        if isinstance(x, nnx.Conv) and x.feature_group_count != 1 and api == "lora":
+            raise ValueError(f"{api}: {describe(path)} is a grouped convolution; leave it out of where.")
+    return set(layers)
+
+
+def _as_base(layer: Any, *, bias: bool = False) -> Any:
+    """Return a layer whose kernel, and possibly bias, are of kind `Base`."""
+    for name in ("kernel", "bias") if bias else ("kernel",):
+        parameter = getattr(layer, name)
+        if parameter is not None:
+            setattr(layer, name, Base.from_metadata(parameter.get_raw_value(), parameter.get_metadata()))
+    return layer
+
+
+def _taken_bias(layer: Any) -> Any:
+    """Return the value of a layer's bias, which the layer no longer has."""
+    if layer.bias is None:
+        return None
+    value = layer.bias.get_raw_value()
+    layer.bias, layer.use_bias = nnx.data(None), False
+    return value
+
+
+def _signs(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return jax.random.rademacher(key, shape, dtype)
