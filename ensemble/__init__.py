@@ -8,7 +8,8 @@
 - `Batches`: shuffled batches, shared by all members or different for each; `grid`: combinations of hyperparameters.
 - `save`, `load`, `load_member`: write and read an ensemble or a training state, or read a single member.
 - `k_best`, `exploit`, `greedy_selection`, `soup`, `select`: choose, copy, combine and average members.
-- `Committee`: ensembles and models of different architectures behind one `predict`.
+- `Committee`: ensembles and models of different architectures behind one `predict`; `export`, `load_exported`: the
+  prediction as one file for a server, which has only JAX.
 - `metrics`, `calibration`, `plots`: scores and uncertainty measures; temperatures and conformal sets; figures.
 
 Transforms of functions and single models are in `plurax.transforms`, private training in `plurax.transforms.privacy`.
@@ -30,7 +31,7 @@ The source folders, lowest layer first; the docstring of each describes its file
 - `_step`: one training step of one member, and the state that it changes; `_execution`: the choice of a strategy, and
   the execution of that step for all members; `_training`: `Trainer`, its loop, checkpoints, early stopping,
   populations, batches.
-- `_sharing`: what is made of trained members: committees.
+- `_sharing`: what is made of trained members: committees, and files for servers.
 - `metrics`, `calibration`, `plots`: public modules.
 """
 
@@ -39,10 +40,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..transforms._core.prediction import Prediction
 from ..transforms._core.version import __version__ as __version__
+from ..transforms.program._aot.exported import Exported, load_exported
 from . import calibration, metrics, plots
 from ._members.ensemble import Ensemble
 from ._members.strategy import Execution
 from ._sharing.committee import Committee
+from ._sharing.export import export
 from ._step.member_status import MemberStatus
 from ._step.state import TrainState
 from ._training.batches import Batches
@@ -61,6 +64,7 @@ __all__ = [
     "EarlyStopping",
     "Ensemble",
     "Execution",
+    "Exported",
     "MemberStatus",
     "Prediction",
     "Restarts",
@@ -70,10 +74,12 @@ __all__ = [
     "Trainer",
     "calibration",
     "exploit",
+    "export",
     "greedy_selection",
     "grid",
     "k_best",
     "load",
+    "load_exported",
     "load_member",
     "metrics",
     "plots",

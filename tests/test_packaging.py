@@ -144,6 +144,7 @@ LIBRARIES = {
     "privacy": ["jax_privacy", "dp_accounting"],
     "sparse": ["asdex"],
     "curvature": ["matfree"],
+    "export": ["flatbuffers"],
     "files": ["safetensors.numpy"],
     "plot": ["matplotlib.figure"],
     "tensorboard": ["tensorboardX"],

@@ -41,6 +41,11 @@ assert 0 < dp.epsilon(state) < 10""",
         "laplace(lambda w, x: x @ w, lambda o, y: ((o - y) ** 2).mean(), jnp.ones(2), (jnp.ones((3, 2)), jnp.ones(3)), "
         "structure='ggn_lanczos', rank=1)",
     },
+    "export": {
+        "load_exported": "from plurax.ensemble import Ensemble, export, load_exported; "
+        "export(Ensemble.stack([model]), folder + '/exported', jnp.ones((1, 2))); "
+        "assert load_exported(folder + '/exported')(jnp.ones((5, 2)))['mean'].shape == (5, 3)",
+    },
     "sparse": {
         "jacobian": "assert jacobian(jnp.sin, sparsity='auto')(jnp.ones(3)).nse == 3",
         "jacobian of a given pattern": "assert jacobian(jnp.sin, sparsity=np.eye(3, dtype=bool))(jnp.ones(3)).nse == 3",

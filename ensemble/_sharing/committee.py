@@ -99,7 +99,7 @@ class Committee:
           TypeError, ValueError: as for a call of an ensemble; the groups return outputs of different structures or
             shapes.
         """
-        return _together([group(x) for group in self.groups])
+        return together([group(x) for group in self.groups])
 
     def predict(self, x: Any, *, kind: Kind = "classification", temperature: ArrayLike | None = None) -> Prediction:
         """Predict with all members in evaluation mode; return the weighted mean and measures of uncertainty.
@@ -117,10 +117,8 @@ class Committee:
         """
         check_choice("Committee.predict", "kind", kind, get_args(Kind))
         check_temperature(temperature, kind, len(self))
-        outputs = _together([group._evaluating()(x) for group in self.groups])
-        if kind == "regression":
-            return regress(outputs, self.weights)
-        return classify(outputs, kind, temperature, self.weights)
+        outputs = together([group._evaluating()(x) for group in self.groups])
+        return predicted_from(outputs, kind, temperature, self.weights)
 
     def weighted(self, weights: ArrayLike | Sequence[float] | None) -> Committee:
         """Return a committee of the same members with other weights, such as how often `greedy_selection` chose each.
@@ -189,7 +187,14 @@ class Committee:
         return f"Committee of {len(self)} members: {groups}{'' if self.weights is None else ', weighted'}"
 
 
-def _together(outputs: list[Any]) -> Any:
+def predicted_from(outputs: Any, kind: Kind, temperature: Any, weights: jax.Array | None) -> Prediction:
+    """Return the prediction for the outputs of all members, stacked along axis 0."""
+    if kind == "regression":
+        return regress(outputs, weights)
+    return classify(outputs, kind, temperature, weights)
+
+
+def together(outputs: list[Any]) -> Any:
     """Return the outputs of all groups, stacked along axis 0; raise if they differ in structure or shape."""
     shapes = [jax.tree.map(lambda x: jnp.shape(x)[1:], out) for out in outputs]
     for i, found in enumerate(shapes):

@@ -7,7 +7,7 @@ Rewrite it: `convolutions_as_products` (for CPUs), `fold_bn` (batch norms folded
 between two values), `masked_topk_mean`.
 Compile less: `stack_layers` and `scan_layers` (one layer for all layers), `accumulate` (one micro-batch for all
 micro-batches), `bucketed` (a few lengths for all lengths), `aot` and `enable_compile_cache` (one compilation for many
-processes).
+processes). `load_exported` reads what `plurax.ensemble.export` wrote.
 
 `_ir/` traces calls, parses compiled programs and attributes their instructions to JAX operations; the inspection tools
 build on it. `_profile/` implements `profile`, `trace_diff` and `capture`, `_fold/` folds batch norms, `_aot/` stores
@@ -19,6 +19,7 @@ function: `_accumulate.py`, `_bucketed.py`, `_compile_cache.py`, `_compile_for.p
 
 from ._accumulate import accumulate
 from ._aot.aot import aot
+from ._aot.exported import Exported, load_exported
 from ._bucketed import bucketed
 from ._compile_cache import CompileCache, enable_compile_cache
 from ._compile_for import Collective, CompileReport, OperationCost, compile_for
@@ -41,6 +42,7 @@ __all__ = [
     "CompileCache",
     "CompileReport",
     "Difference",
+    "Exported",
     "FoldReport",
     "Operation",
     "OperationCost",
@@ -57,6 +59,7 @@ __all__ = [
     "depend",
     "enable_compile_cache",
     "fold_bn",
+    "load_exported",
     "masked_topk_mean",
     "profile",
     "scan_layers",

@@ -1,0 +1,131 @@
+"""`export` and `load_exported`: the prediction as one file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+from plurax.ensemble import Committee, Ensemble, export, load_exported
+from plurax.transforms.modules import Base, batch_ensemble
+
+RNG = np.random.default_rng(0)
+X, IMAGES = RNG.normal(size=(5, 4)).astype(np.float32), RNG.normal(size=(3, 6, 6, 2)).astype(np.float32)
+HERE = ("cpu",)
+
+
+class CNN(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.conv = nnx.Conv(2, 4, (3, 3), rngs=rngs)
+        self.norm, self.dropout = nnx.BatchNorm(4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+        self.out = nnx.Linear(36, 3, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        x = nnx.max_pool(nnx.relu(self.norm(self.conv(x))), (2, 2), (2, 2))
+        return self.out(self.dropout(x.reshape(x.shape[0], -1)))
+
+
+def mlp(rngs: nnx.Rngs) -> Any:
+    return nnx.Sequential(nnx.Linear(4, 16, rngs=rngs), nnx.tanh, nnx.Linear(16, 3, rngs=rngs))
+
+
+def models() -> dict[str, tuple[Any, Any, dict[str, Any]]]:
+    """Return models by name, each with inputs and the options of `predict`."""
+    dense = nn.Dense(3)
+    linen = Ensemble.from_apply(dense.apply, [dense.init(jax.random.key(i), X) for i in range(2)])
+    both = Ensemble.from_apply(
+        lambda w, x: (x["a"] @ w, jnp.exp(x["b"])), [jnp.asarray(RNG.normal(size=4), jnp.float32) for _ in range(3)]
+    )
+    shared = Ensemble.create(lambda rngs: batch_ensemble(mlp(rngs), rngs=rngs), 3, seed=0, shared=Base)
+    return {
+        "MLP": (Ensemble.create(mlp, 4, seed=0), X, {}),
+        "temperatures": (Ensemble.create(mlp, 2, seed=0), X, {"temperature": np.array([0.5, 2.0])}),
+        "CNN with random streams": (Ensemble.create(CNN, 3, seed=0), IMAGES, {}),
+        "shared kernels": (shared, X, {}),
+        "a committee": (Committee([Ensemble.create(mlp, 2, seed=0), linen, mlp(nnx.Rngs(9))], [1, 2, 3, 4, 0]), X, {}),
+        "regression of a dict": (both, {"a": X, "b": X[:, 0]}, {"kind": "regression"}),
+        "bfloat16": (Ensemble.create(lambda r: nnx.Linear(4, 3, param_dtype=jnp.bfloat16, rngs=r), 2, seed=0), X, {}),
+    }
+
+
+@pytest.mark.parametrize("name", models())
+def test_the_file_predicts_to_the_bit(name: str, tmp_path: Path) -> None:
+    model, x, options = models()[name]
+    outputs = ("mean", "variance") if options.get("kind") == "regression" else ("mean", "entropy", "members")
+    one = jax.tree.map(lambda a: a[:1], x)
+    export(model, tmp_path / "model", one, outputs=outputs, platforms=HERE, **options)
+    loaded = load_exported(tmp_path / "model")
+    for some in (x, one, jax.tree.map(lambda a: np.concatenate([a, a]), x)):
+        found, expected = loaded(some), model.predict(some, **options)
+        assert set(found) == set(outputs)
+        for output in outputs:
+            np.testing.assert_array_equal(found[output], getattr(expected, output))
+    assert loaded.description["model"] == repr(model)
+    assert [file.name for file in tmp_path.iterdir()] == ["model"]
+
+
+SERVER = """
+import sys
+import numpy as np
+from plurax.transforms.program import load_exported
+model = load_exported(sys.argv[1])
+np.save(sys.argv[2], model(np.load(sys.argv[3]))["mean"])
+print(sorted({name.split(".")[0] for name in sys.modules} & {"flax", "optax", "tensorstore", "plurax"}))
+"""
+
+
+def test_a_server_needs_jax_alone(tmp_path: Path) -> None:
+    ens = Ensemble.create(mlp, 4, seed=0)
+    export(ens, tmp_path / "model", X)  # for all platforms
+    np.save(tmp_path / "x.npy", X)
+    paths = [str(tmp_path / name) for name in ("model", "mean.npy", "x.npy")]
+    run = subprocess.run([sys.executable, "-c", SERVER, *paths], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "['plurax']"
+    # The tests turn some of the compiler's optimizations off, which the server does not.
+    np.testing.assert_allclose(np.load(tmp_path / "mean.npy"), ens.predict(X).mean, rtol=1e-5)
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    ens, path = Ensemble.create(mlp, 2, seed=0), tmp_path / "model"
+    with pytest.raises(TypeError, match=r"^export: model must be an Ensemble or a Committee, but got"):
+        export(mlp(nnx.Rngs(0)), path, X)
+    with pytest.raises(
+        ValueError, match=r"^export: outputs has 'median', but a prediction of kind 'classification' has"
+    ):
+        export(ens, path, X, outputs=("median",))
+    with pytest.raises(ValueError, match=r"^export: outputs has 'entropy', but a prediction of kind 'regression' has"):
+        export(ens, path, X, kind="regression")
+    with pytest.raises(TypeError, match=r"^export: example must hold arrays with the batch along axis 0, but has"):
+        export(ens, path, 1.0)
+    fixed = Ensemble.from_apply(lambda w, x: x.reshape(len(x), -1) @ w, [jnp.ones((4, 3))])
+    with pytest.raises(ValueError, match=r"^export: a model needs a batch of a fixed size; write x.shape\[0\] instead"):
+        export(fixed, path, X)
+    assert not path.exists()
+    export(ens, path, X, platforms=HERE)
+    loaded = load_exported(path)
+    for wrong in (X.astype(np.float64), X[:, :2], X[0]):
+        with pytest.raises(TypeError, match=r"^load_exported: `x` is .*; pass float32 of shape \(batch, 4\)"):
+            loaded(wrong)
+    with pytest.raises(TypeError, match=r"^load_exported: x has structure"):
+        loaded([X])
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(ValueError, match=r"^load_exported: .* is damaged: its bytes are not those that were written"):
+        load_exported(path)
+    path.write_bytes(data[:100])
+    with pytest.raises(ValueError, match=r"^load_exported: .* is damaged"):
+        load_exported(path)
+    path.write_bytes(b"something else")
+    with pytest.raises(ValueError, match=r"^load_exported: .* is not a program that plurax.ensemble.export wrote"):
+        load_exported(path)
+    with pytest.raises(FileNotFoundError):
+        load_exported(tmp_path / "nothing")
