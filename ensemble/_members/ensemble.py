@@ -318,7 +318,7 @@ class Ensemble(Generic[M]):
             return f"Ensemble({self.trainable!r}, {self.rest!r})"
         count = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(self.trainable))
         text = f"Ensemble of {len(self)} × {self.structure!r}, {count:,} parameter{'s' * (count != 1)} each"
-        return text if self.shared is None else f"{text}, {len(self.shared.paths)} variables shared"
+        return text if self.shared is None else f"{text}, {sum(x.size for x in jax.tree.leaves(self.shared)):,} shared"
 
     @cached_property
     def _programs(self) -> dict[Any, Callable[..., Any]]:

@@ -26,7 +26,7 @@ class Base(nnx.Param[Any]):
       >>> from plurax.transforms.modules import Base, batch_ensemble
       >>> make = lambda rngs: batch_ensemble(nnx.Linear(100, 50, rngs=rngs), rngs=rngs)
       >>> Ensemble.create(make, 8, seed=0, shared=Base)  # 5,000 numbers shared, 200 of its own for each member
-      Ensemble of 8 × ScaledLayer, 200 parameters each, 1 variables shared
+      Ensemble of 8 × ScaledLayer, 200 parameters each, 5,000 shared
     """
 
 
@@ -142,7 +142,7 @@ def tabm(model: Model, *, first: Any, head: Any, rngs: nnx.Rngs, mini: bool = Fa
       ...     mlp = nnx.Sequential(nnx.Linear(8, 64, rngs=rngs), nnx.relu, nnx.Linear(64, 1, rngs=rngs))
       ...     return tabm(mlp, first="layers.0", head="layers.2", rngs=rngs, mini=True)
       >>> Ensemble.create(make, 32, seed=0, shared=Base)
-      Ensemble of 32 × Sequential, 73 parameters each, 2 variables shared
+      Ensemble of 32 × Sequential, 73 parameters each, 576 shared
     """
     firsts, heads = _chosen("tabm", model, first, "first"), _chosen("tabm", model, head, "head")
     if both := firsts & heads:

@@ -8,12 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 from plurax.ensemble import Ensemble, load, load_member, save, select, soup
 from plurax.transforms import grad, vmap
 from plurax.transforms.modules import freeze
+from plurax.transforms.privacy import DPSGD
 
 X = np.random.default_rng(0).normal(size=(7, 4)).astype(np.float32)
 SIZE = 3
@@ -54,7 +56,7 @@ def test_members_have_heads_of_their_own_and_the_trunk_of_the_first() -> None:
     ens = created()
     assert {x.ndim for x in jax.tree.leaves(ens.trainable)} == {2, 3}
     assert jax.tree.map(jnp.shape, ens.shared.trainable["trunk"]["layers"][0]) == {"bias": (16,), "kernel": (4, 16)}
-    assert repr(ens) == f"Ensemble of {SIZE} × Net, 12 parameters each, 4 variables shared"
+    assert repr(ens) == f"Ensemble of {SIZE} × Net, 12 parameters each, 165 shared"
     expected = np.stack([alone(i)(X) for i in range(SIZE)])
     np.testing.assert_allclose(ens(X), expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(jax.jit(lambda ens, x: ens(x))(ens, X), expected, rtol=1e-5, atol=1e-6)
@@ -120,6 +122,18 @@ def test_what_cannot_be_shared_is_refused() -> None:
         Ensemble.create(Net, SIZE, seed=0, shared=True)
     with pytest.raises(TypeError, match=r"^Ensemble.create: shared must be a dotted name"):
         Ensemble.create(Net, SIZE, seed=0, shared=3)
+    dp = DPSGD(
+        lambda net, x: net(x).sum(),
+        optax.sgd(0.1),
+        l2_clip_norm=1.0,
+        noise_multiplier=1.0,
+        target_delta=1e-3,
+        num_examples=100,
+        expected_batch_size=10,
+        num_steps=1,
+    )
+    with pytest.raises(ValueError, match=r"^DPSGD.init: the members share variables, so that each would see"):
+        dp.init(created(), key=jax.random.key(0))
     with pytest.raises(ValueError, match=r"^Ensemble: its arrays were sliced"):
         len(jax.tree.map(lambda x: x[0], created()))
 

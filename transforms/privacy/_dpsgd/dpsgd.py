@@ -18,7 +18,7 @@ from ..._core.compat import Tracer
 from ..._core.memory import check_budget
 from ..._core.prng import check_key
 from ..._models.equinox import differentiated, held
-from ..._models.split_model import Model, is_members, models_of, split_tree
+from ..._models.split_model import Model, models_of, split_tree
 from ..._runs.history import History
 from ..._runs.loop import check_options
 from ..._runs.processes import Group
@@ -185,10 +185,11 @@ class DPSGD(Mechanism):
 
         Raises:
           TypeError: `key` is not a key; parameters that are not real floating point; an optimizer that needs the loss.
-          ValueError: no parameters; modules that share a variable; variables of Linen with "batch_stats".
+          ValueError: no parameters; modules, or members of an ensemble, that share a variable; variables of Linen with
+            "batch_stats".
         """
         check_key("DPSGD.init", key)
-        members = len(model_or_params) if is_members(model_or_params) else None
+        members = settings.members_of(model_or_params)
         tree = held(split_tree(model_or_params, settings.checked_wrt(wrt, models_of(model_or_params))))
         trainable = differentiated(trainable_of(tree), integers=True)
         check_trainable(tree, trainable, models_of(model_or_params))

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..._core.arguments import check_choice, check_count, check_number, describe, is_int
 from ..._core.prng import is_key
-from ..._models.split_model import is_members, is_module
+from ..._models.split_model import is_members, is_module, without_shared
 from ..._runs.optimizer import as_transform
 from .._per_example.clip_norms import ClipNorms, clip_norms
 from .accounting import Accountant, Ledger, Sampling, calibrate
@@ -178,6 +178,16 @@ def checked_wrt(wrt: Any, models: list[Any]) -> Any:
     if not any(jax.tree.leaves(nnx.state(model, found)) for model in models):
         raise ValueError(f"DPSGD.init: wrt={wrt!r} selects no variable of the model; pass another filter, or omit it.")
     return found
+
+
+def members_of(model: Any) -> int | None:
+    """Return the number of members of an ensemble, and None for anything else; raise if the members share variables."""
+    if not is_members(model):
+        return None
+    if len(jax.tree.leaves(without_shared(model))) < len(jax.tree.leaves(model)):
+        cure = "create the ensemble without shared="
+        raise ValueError(f"DPSGD.init: the members share variables, so that each would see the data of all; {cure}.")
+    return len(model)
 
 
 def check_audit(
