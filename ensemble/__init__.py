@@ -11,6 +11,7 @@
 - `Committee`: ensembles and models of different architectures behind one `predict`; `export`, `load_exported`: the
   prediction as one file for a server, which has only JAX.
 - `metrics`, `calibration`, `plots`: scores and uncertainty measures; temperatures and conformal sets; figures.
+- `averages`: means of weights along a run, Gaussians around them (SWAG), and snapshots.
 
 Transforms of functions and single models are in `plurax.transforms`, private training in `plurax.transforms.privacy`.
 
@@ -32,7 +33,7 @@ The source folders, lowest layer first; the docstring of each describes its file
   the execution of that step for all members; `_training`: `Trainer`, its loop, checkpoints, early stopping,
   populations, batches.
 - `_sharing`: what is made of trained members: committees, and files for servers.
-- `metrics`, `calibration`, `plots`: public modules.
+- `metrics`, `calibration`, `plots`, `averages`: public modules.
 """
 
 import warnings
@@ -41,7 +42,7 @@ from typing import TYPE_CHECKING, Any
 from ..transforms._core.prediction import Prediction
 from ..transforms._core.version import __version__ as __version__
 from ..transforms.program._aot.exported import Exported, load_exported
-from . import calibration, metrics, plots
+from . import averages, calibration, metrics, plots
 from ._members.ensemble import Ensemble
 from ._members.strategy import Execution
 from ._sharing.committee import Committee
@@ -72,6 +73,7 @@ __all__ = [
     "TensorBoard",
     "TrainState",
     "Trainer",
+    "averages",
     "calibration",
     "exploit",
     "export",

@@ -22,6 +22,7 @@ MODULES = (
     "plurax.transforms.modules",
     "plurax.ensemble",
     "plurax.ensemble.metrics",
+    "plurax.ensemble.averages",
     "plurax.ensemble.calibration",
     "plurax.ensemble.plots",
 )

@@ -44,7 +44,7 @@ LAYERS = {
         "_execution",
         "_training",
         "_sharing",
-        "calibration metrics plots",
+        "averages calibration metrics plots",
         "__init__",
     ],
 }
