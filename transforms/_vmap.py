@@ -165,7 +165,10 @@ def vmap_of(
         # Explicit sharding is part of an array's type, and JAX maps only arrays whose mapped axes are sharded alike.
         leaf_axes = _leaf_axes(axes, jax.tree.unflatten(treedef, leaves))
         leaves, parts = divided_alike(leaves, leaf_axes)
-        arrays, array_axes = jax.tree.unflatten(treedef, leaves), jax.tree.unflatten(treedef, leaf_axes)
+        arrays = jax.tree.unflatten(treedef, leaves)
+        # Otherwise a prefix: JAX maps some pytrees, such as `BCOO`, as one leaf.
+        shares = leaf_axes != broadcast_axes(axes, arrays)
+        array_axes = jax.tree.unflatten(treedef, leaf_axes) if shares else axes
 
         def of_slice(owner: Any, args: Any, kwargs: Any) -> Any:
             return _evaluate_slice(api, function, (owner, args, kwargs), axes, out_axes)
