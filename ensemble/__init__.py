@@ -9,7 +9,7 @@
 - `save`, `load`, `load_member`: write and read an ensemble or a training state, or read a single member.
 - `k_best`, `exploit`, `greedy_selection`, `soup`, `select`: choose, copy, combine and average members.
 - `Committee`: ensembles and models of different architectures behind one `predict`; `export`, `load_exported`: the
-  prediction as one file for a server, which has only JAX.
+  prediction as one file for a server, which needs JAX and flatbuffers only.
 - `metrics`, `calibration`, `plots`: scores and uncertainty measures; temperatures and conformal sets; figures.
 - `averages`: means of weights along a run, Gaussians around them (SWAG), and snapshots.
 

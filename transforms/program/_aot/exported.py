@@ -81,7 +81,7 @@ class Exported:
 
 
 def load_exported(path: str | os.PathLike[str]) -> Exported:
-    """Read a program that `plurax.ensemble.export` wrote. The file has no Python code, and this needs JAX alone.
+    """Read a program that `plurax.ensemble.export` wrote, with JAX and flatbuffers alone: it has no Python code.
 
     Args:
       path: the file.
