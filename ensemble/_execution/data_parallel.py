@@ -45,11 +45,11 @@ def check_split(step: MemberStep, layout: Layout, inputs: StepInputs) -> bool:
     state, arguments, axes = inputs.state, inputs.arguments, inputs.axes
     layout.check_batch("Trainer.step", arguments, axes)
     split = [DATA in spec for spec in jax.tree.leaves(layout.batch_specs(arguments, axes))]
-    arrays, shared, *batch = inputs.of_member()
+    arrays, _, shared, *batch = inputs.of_member()
 
     def left_and_reported(arrays: Any, shared: Any, batch: Any) -> Any:
         metrics, _, _, after = step.loss_and_gradients(state._structure, arrays, shared, batch, True)
-        return after.rest, metrics
+        return after[1], metrics
 
     trace = jax.make_jaxpr(left_and_reported, axis_env=[(DATA, layout.shards)], return_shape=True)
     closed, out = trace(arrays, shared, batch)

@@ -23,6 +23,7 @@ from ...transforms._runs.source import first_of
 from .._members.sharding import ENSEMBLE, Layout, within
 from .._members.shared import SharedArrays
 from .._members.strategy import Execution, over_members, take_member
+from .._step.joint_step import joint_step
 from .._step.member_step import MemberStep
 from .._step.shared_step import SharedStep
 from .._step.state import Arrays, SharedState, Trained, TrainState
@@ -75,11 +76,11 @@ class StepInputs(NamedTuple):
         return self.state._shared is not None and self.state._shared.trains
 
     def of_member(self) -> tuple[Any, ...]:
-        """Return the shapes and dtypes of the inputs of one member's step: its arrays, the shared ones, the batch."""
+        """Return the shapes and dtypes of the inputs of one member's step."""
         one = self.arguments if self.steps is None else jax.eval_shape(first_of, self.arguments)
         batch = jax.eval_shape(lambda *args: take_member(args, self.axes, 0), *one)
         shared = jax.eval_shape(lambda: self.state._shared)
-        return self.state._member(), None if shared is None else shared.arrays, *batch
+        return self.state._member(), None, None if shared is None else shared.arrays, *batch
 
 
 class Executor:
@@ -242,20 +243,31 @@ class Executor:
         (structure, execution, size, _, axes), (arrays, trained) = static, before
         shared = None if constant is None or trained is None else SharedState.of(trained, constant).arrays
         layout = self._layout_of(execution)
-        of_member = partial(self._step, structure, split=layout is not None and layout.shards > 1)
+        split = layout is not None and layout.shards > 1
+        of_member = partial(self._step, structure, split=split)
+        adds = shared is not None and bool(jax.tree.leaves(shared.trainable))
+        counts = jnp.arange(size if layout is None else layout.padded(size)) < size if adds else None
+        in_axes = (0, 0, None, *axes.value)
 
         def mapped(size: int) -> Callable[..., Any]:
-            return over_members(of_member, execution, (0, None, *axes.value), size, in_place=in_place)
+            together = partial(joint_step, self._step, structure, in_axes, split) if adds else None
+            return over_members(of_member, execution, in_axes, size, in_place=in_place, together=together)
 
         if layout is None:
-            arrays, (metrics, given) = mapped(size)(arrays, shared, *batch)
+            arrays, metrics, *given = mapped(size)(arrays, counts, shared, *batch)
         else:
             # `shard_map` wraps the strategy, so that the compiler sees the program of one device for its own members.
             of_device = mapped(layout.padded(size) // layout.devices)
-            specs = layout.batch_specs(batch, axes.value)
-            arrays, (metrics, given) = layout.on_each(of_device, P(ENSEMBLE), P(), *specs)(arrays, shared, *batch)
-        if trained is not None and given is not None:
-            trained = self._shared_step.update(trained, given, size)
+
+            def on_device(*args: Any) -> Any:
+                arrays, metrics, *given = of_device(*args)
+                return arrays, metrics, *jax.tree.map(lambda x: x[None], given)  # with an axis of devices
+
+            specs = P(ENSEMBLE), P(ENSEMBLE), P(), *layout.batch_specs(batch, axes.value)
+            arrays, metrics, *given = layout.on_each(on_device, *specs)(arrays, counts, shared, *batch)
+            given = jax.tree.map(lambda x: x.sum(0), given)
+        if given:
+            trained = self._shared_step.update(trained, *given)
         return (arrays, trained), metrics
 
     def _step_of_member(self, static: tuple[Any, ...], arrays: Arrays, i: jax.Array, shared: Any, batches: Any) -> Any:
@@ -265,8 +277,7 @@ class Executor:
         step = convolutions_as_products(step) if execution.products else step
 
         def one(own: Arrays, batch: Any) -> tuple[Arrays, dict[str, Any]]:
-            own, (metrics, _) = step(own, shared, *take_member(batch, axes.value, i))
-            return own, metrics
+            return step(own, None, shared, *take_member(batch, axes.value, i))
 
         return _in_sequence(one, arrays, batches, steps)
 

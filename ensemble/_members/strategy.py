@@ -72,7 +72,13 @@ def check_execution(name: str, execution: Execution) -> None:
 
 
 def over_members(
-    fun: Callable[..., Any], execution: Execution, in_axes: Sequence[Axes], size: int, *, in_place: bool = False
+    fun: Callable[..., Any],
+    execution: Execution,
+    in_axes: Sequence[Axes],
+    size: int,
+    *,
+    in_place: bool = False,
+    together: Callable[[int], Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
     """Map `fun` over `size` members, with the members along axis 0 of its outputs; return a traceable function.
 
@@ -82,9 +88,14 @@ def over_members(
       in_axes: an axis specification for each argument.
       size: the number of members.
       in_place: whether the first output replaces the first argument and is written into its memory.
+      together: for a number of members, the function of these members stacked. Its outputs are those of `fun` for the
+        first argument, then others, then totals, which are added over the members. `fun` has these three outputs too,
+        and its second argument says whether a member counts in the totals.
     """
-    if execution.products:
-        fun = convolutions_as_products(fun)
+    rewritten = convolutions_as_products if execution.products else lambda fun: fun
+    if together is not None:
+        return _with_totals(rewritten(fun), lambda size: rewritten(together(size)), execution, in_axes, size)
+    fun = rewritten(fun)
 
     # `jax.vmap` instead of ours, since the arguments have been checked.
     def batched(size: int) -> Callable[..., Any]:
@@ -108,13 +119,47 @@ def over_members(
     return _in_place(mapped(min(chunk, size)), in_chunks, in_axes, size, min(chunk, size))
 
 
+def _with_totals(
+    fun: Callable[..., Any],
+    together: Callable[[int], Callable[..., Any]],
+    execution: Execution,
+    in_axes: Sequence[Axes],
+    size: int,
+) -> Callable[..., Any]:
+    """Return `over_members` for a function whose third output is added over the members."""
+
+    def unrolled(size: int) -> Callable[..., Any]:
+        def of_each(*args: Any) -> Any:
+            results, totals = [], None
+            for i in range(size):
+                *result, total = fun(*take_member(args, in_axes, i))
+                results.append(tuple(result))
+                totals = total if totals is None else jax.tree.map(jnp.add, totals, total)
+            return *stack(results), totals
+
+        return of_each
+
+    mapped = together if execution.strategy == "vmap" else unrolled
+    chunk = 1 if execution.strategy == "map" else execution.chunk_size or size
+    if chunk >= size:
+        return mapped(size)
+    return _in_place(mapped(chunk), mapped(size), in_axes, size, chunk, totals=True)
+
+
 def _in_place(
-    mapped: Callable[..., Any], otherwise: Callable[..., Any], in_axes: Sequence[Axes], size: int, chunk: int
+    mapped: Callable[..., Any],
+    otherwise: Callable[..., Any],
+    in_axes: Sequence[Axes],
+    size: int,
+    chunk: int,
+    *,
+    totals: bool = False,
 ) -> Callable[..., Any]:
     """Return a loop that carries the first argument and replaces a chunk of its members in each iteration.
 
     A loop that slices its arguments and collects the outputs holds the whole first argument twice, and copies the
     result back at the end. `otherwise` is such a loop, for outputs that differ from the argument in shape or dtype.
+    With `totals`, the last output is added over the chunks.
     """
     of_chunk = jax.jit(mapped, inline=True)  # traced only once, for its output shapes and for the loop
     count = -(-size // chunk)
@@ -127,34 +172,43 @@ def _in_place(
             take: Any = partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=chunk)
             return _map_mapped(lambda x, axis: take(x, axis=axis % x.ndim), (carried, *others), in_axes)
 
+        def zeros(tree: Any) -> Any:
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
+
         before = jax.eval_shape(partial(slice_members, 0), carried)
-        new, extra = jax.eval_shape(of_chunk, *before)
+        new, extra, *total = jax.eval_shape(of_chunk, *before)
         # `skip` below returns zeros like the other outputs, which do not exist for keys.
         has_keys = any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in jax.tree.leaves(extra))
         if has_keys or _shapes(new) != _shapes(before[0]):
             return otherwise(carried, *others)
 
-        def skip(own: Any, *_: Any) -> tuple[Any, Any]:
-            return own, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), extra)
+        def skip(own: Any, *_: Any) -> Any:
+            return own, *zeros((extra, *total))
 
         def replace_chunk(carried: Any, i: Any) -> tuple[Any, Any]:
-            """Return `carried` with chunk `i` replaced, and the other outputs of the chunk."""
+            """Return `carried` with chunk `i` replaced and its totals added, and the other outputs of the chunk."""
+            carried, sums = carried
             # The last chunk starts early enough to have the same length as the others, so that one program serves all.
             start = jnp.minimum(i * chunk, size - chunk)
             args = slice_members(start, carried)
+            # Where the last two chunks overlap, no member may take two steps or be added twice.
+            is_first = start + jnp.arange(chunk) >= i * chunk if size % chunk else None
+            if totals and is_first is not None:
+                args = args[0], args[1] & is_first, *args[2:]
             # The condition always holds, but the compiler cannot know that, so it computes the whole chunk before it
             # writes any of it. Without the condition it would copy the whole array for each chunk.
-            new, extra = lax.cond(i >= 0, of_chunk, skip, *args)
-            if size % chunk:  # the last two chunks overlap, and no member may take two steps
-                new = where_rows(start + jnp.arange(chunk) >= i * chunk, new, args[0])
-            return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), carried, new), extra
+            new, extra, *total = lax.cond(i >= 0, of_chunk, skip, *args)
+            if is_first is not None:
+                new = where_rows(is_first, new, args[0])
+            carried = jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), carried, new)
+            return (carried, jax.tree.map(jnp.add, sums, total)), extra
 
-        carried, extras = lax.scan(replace_chunk, carried, jnp.arange(count))
+        (carried, sums), extras = lax.scan(replace_chunk, (carried, zeros(total)), jnp.arange(count))
         extras = jax.tree.map(lambda x: x.reshape(count * chunk, *x.shape[2:]), extras)
         # Members in both of the last two chunks have two rows. The second is dropped: it was computed from values that
         # had been updated already.
         last, overlap = (count - 1) * chunk, count * chunk - size
-        return carried, jax.tree.map(lambda x: jnp.concatenate([x[:last], x[last + overlap :]]), extras)
+        return carried, jax.tree.map(lambda x: jnp.concatenate([x[:last], x[last + overlap :]]), extras), *sums
 
     return replaced
 

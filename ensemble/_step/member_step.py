@@ -40,11 +40,18 @@ class MemberStep:
         self.loss = loss
         self.freeze = freeze
         self.optimizer = optimizer
+        self.has_grad_fn = grad_fn is not None
         self._gradients_of = grad_fn or _value_and_grad
 
     def __call__(
-        self, structure: Structure, arrays: Arrays, shared: SharedArrays | None, *batch: Any, split: bool = False
-    ) -> tuple[Arrays, tuple[dict[str, Any], Contribution | None]]:
+        self,
+        structure: Structure,
+        arrays: Arrays,
+        counts: jax.Array | None,
+        shared: SharedArrays | None,
+        *batch: Any,
+        split: bool = False,
+    ) -> Any:
         """Return the new arrays and the metrics of one member, and what it contributes to shared parameters.
 
         A strategy maps this function over the members.
@@ -52,14 +59,44 @@ class MemberStep:
         Args:
           structure: the static part of the model.
           arrays: the arrays of the member.
+          counts: whether the member contributes to shared parameters; None if none of these trains.
           shared: the arrays that all members share.
           *batch: the arguments of the loss after the model.
           split: whether the batch is split over the mesh axis `data`; metrics and gradients are then averaged over it.
+
+        Returns:
+          A pair; with `counts`, the contribution comes third.
+        """
+        found = self.loss_and_gradients(structure, arrays, shared, batch, split)
+        metrics, gradients, of_shared, after = found
+        if split:
+            metrics, gradients, of_shared = averaged((metrics, gradients, of_shared))
+        checked = self.freeze or counts is not None
+        is_finite = finite((metrics["loss"], gradients, of_shared)) if checked else jnp.array(True)
+        result = self.updated(structure, arrays, shared, batch, split, metrics, gradients, after, is_finite)
+        if counts is None:
+            return result
+        return *result, Contribution.of(counts & arrays[3].trains & is_finite, of_shared)
+
+    def updated(
+        self,
+        structure: Structure,
+        arrays: Arrays,
+        shared: SharedArrays | None,
+        batch: Any,
+        split: bool,
+        metrics: dict[str, Any],
+        gradients: Any,
+        after: tuple[Any, Any],
+        is_finite: jax.Array,
+    ) -> tuple[Arrays, dict[str, Any]]:
+        """Return the new arrays and the metrics of one member from its gradients.
+
+        The first arguments are those of a call. `metrics` are the loss and what it reports, `gradients` those by own
+        parameters, and `after` the own trainable and other arrays after the loss; `is_finite` says whether the loss and
+        all gradients are finite.
         """
         trainable, rest, opt_state, standing = arrays
-        metrics, gradients, of_shared, after = self.loss_and_gradients(structure, arrays, shared, batch, split)
-        if split:
-            metrics, gradients, of_shared = _averaged((metrics, gradients, of_shared))
 
         # For optimizers with a line search. In `shard_map` each device would end its search by itself, and a collective
         # inside the search would wait for devices that have finished.
@@ -75,17 +112,15 @@ class MemberStep:
             """Return the gradients at other parameters, on the same batch and with the same random keys."""
             there = (trainable, rest, opt_state, standing)
             gradients = self.loss_and_gradients(structure, there, shared, batch, split)[1]
-            return _averaged(gradients) if split else gradients
+            return averaged(gradients) if split else gradients
 
-        is_finite = finite((metrics["loss"], gradients, of_shared)) if self.freeze or of_shared else jnp.array(True)
         fails = standing.trains & ~is_finite if self.freeze else jnp.array(False)
         takes = standing.trains & ~fails
         extra = {"value": metrics["loss"], "grad": gradients, "value_fn": loss_at, "grad_fn": gradients_at}
 
         def new_arrays() -> Any:
             """Return the arrays of the member if it takes the step."""
-            new = self.optimizer.update(gradients, opt_state, after.trainable, standing.schedules, **extra)
-            return *new, after.rest
+            return *self.optimizer.update(gradients, opt_state, after[0], standing.schedules, **extra), after[1]
 
         # The condition is known before the update, so XLA fuses the selection into it. Checking the new parameters too
         # would cost more passes over all arrays; if they are not finite, the next loss is almost never finite either.
@@ -96,12 +131,11 @@ class MemberStep:
         standing = standing._replace(
             step=standing.step + standing.trains, stopped=jnp.where(fails, why, standing.stopped)
         )
-        contribution = Contribution.of(standing.trains & is_finite, of_shared) if of_shared else None
-        return (trainable, rest, opt_state, standing), (metrics, contribution)
+        return (trainable, rest, opt_state, standing), metrics
 
     def loss_and_gradients(
         self, structure: Structure, arrays: Arrays, shared: SharedArrays | None, batch: Any, split: bool
-    ) -> tuple[dict[str, Any], Any, Any, SplitModel]:
+    ) -> tuple[dict[str, Any], Any, Any, tuple[Any, Any]]:
         """Return the metrics, the gradients of own and of shared parameters, and the own arrays after the loss."""
         trainable, rest, _, standing = arrays
         drawn, batch = (own_keys(rest), own_keys(batch)) if split else (rest, batch)
@@ -112,27 +146,50 @@ class MemberStep:
             expected, found = "a pair (value, gradients)", type(result).__name__
             raise TypeError(f"Trainer: grad_fn(loss)(model, *batch) must return {expected}, but it returned {found}.")
         value, gradients = result
+        metrics = self._metrics(value)
+        # Shapes are checked, since an optimizer would broadcast a gradient of another shape against the parameter.
+        gradients = _checked_gradients(gradients, with_shared(trainable, rest, shared)[0])
+        of_shared: Any = {}
+        if shared is not None:
+            gradients, of_shared = divided(gradients, shared.paths)
+        return metrics, gradients, of_shared, _left(structure, trainable, rest, drawn, shared, model)
+
+    def value(
+        self, structure: Structure, trainable: Any, shared: SharedArrays, arrays: Arrays, batch: Any, split: bool
+    ) -> tuple[jax.Array, tuple[dict[str, Any], tuple[Any, Any]]]:
+        """Return the loss of one member, the metrics and the own arrays after the loss; to be differentiated."""
+        _, rest, _, standing = arrays
+        drawn, batch = (own_keys(rest), own_keys(batch)) if split else (rest, batch)
+        model = structure.merge(*with_shared(trainable, drawn, shared))
+        metrics = self._metrics(self.loss.of(standing.hyperparams)(model, *batch))
+        return metrics["loss"], (metrics, _left(structure, trainable, rest, drawn, shared, model))
+
+    def _metrics(self, value: Any) -> dict[str, Any]:
         metrics = metrics_of(value)
         for name in metrics:
             if name in self.loss.per_member or name in self.optimizer.per_member:
                 raise ValueError(_taken(name))
-        # Shapes are checked, since an optimizer would broadcast a gradient of another shape against the parameter.
-        before = SplitModel(structure, *with_shared(trainable, rest, shared))
-        gradients = _checked_gradients(gradients, before.trainable)
-        of_shared: Any = {}
-        after = split_model(model)
-        _check_left(before, after)
-        if shared is not None:
-            own, left = separate(after, shared.paths)
-            _check_unchanged(shared, left)
-            after = SplitModel(after.structure, *own)
-            gradients, of_shared = divided(gradients, shared.paths)
-        if split:
-            # Each part of the batch draws with its own key, so these keys differ between devices. A key that the loss
-            # did not change is therefore reset to its value before.
-            kept = jax.tree.map(lambda x, mine, old: old if x is mine else x, after.rest, drawn, rest)
-            after = SplitModel(after.structure, after.trainable, kept)
-        return metrics, gradients, of_shared, after
+        return metrics
+
+
+def _left(
+    structure: Structure, trainable: Any, rest: Any, drawn: Any, shared: SharedArrays | None, model: Any
+) -> tuple[Any, Any]:
+    """Return the own trainable and other arrays that the loss left in a model; raise if it changed more.
+
+    `drawn` are the other arrays that the model had: `rest`, in which a split batch has keys of its own.
+    """
+    after = split_model(model)
+    _check_left(SplitModel(structure, *with_shared(trainable, rest, shared)), after)
+    own = after.trainable, after.rest
+    if shared is not None:
+        own, left = separate(after, shared.paths)
+        _check_unchanged(shared, left)
+    if drawn is rest:
+        return own
+    # Each part of the batch draws with its own key, so these keys differ between devices. A key that the loss did not
+    # change is therefore reset to its value before.
+    return own[0], jax.tree.map(lambda x, mine, old: old if x is mine else x, own[1], drawn, rest)
 
 
 def _value_and_grad(loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -195,6 +252,6 @@ def _check_unchanged(before: SharedArrays, after: SharedArrays) -> None:
             raise ValueError(f"Trainer: loss changes `{path}`, which all members share; {cure}.")
 
 
-def _averaged(tree: Any) -> Any:
+def averaged(tree: Any) -> Any:
     """Return the mean over the parts of the batch; integers, such as counts, are equal in all parts."""
     return jax.tree.map(lambda x: lax.pmean(x, DATA) if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else x, tree)

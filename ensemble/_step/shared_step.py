@@ -17,14 +17,14 @@ from .update_where import update_where
 
 
 class Contribution(NamedTuple):
-    """The gradients by shared parameters of one member, or of all members stacked.
+    """What one member, or several, give to the step of the shared parameters.
 
     Attributes:
-      weight: 1 if they count, 0 if the member has stopped or they are not finite.
-      gradients: the gradients, zero where they do not count.
+      count: how many members count: those that train and whose loss and gradients are finite.
+      gradients: the sum of their gradients by the shared parameters.
     """
 
-    weight: jax.Array
+    count: jax.Array
     gradients: Any
 
     @classmethod
@@ -67,24 +67,13 @@ class SharedStep:
     def _transform(self) -> Any:
         return self._optimizer.transform if self._given is None else self._given
 
-    def update(self, trained: Trained, given: Contribution, size: int) -> Trained:
-        """Return the shared parameters and their optimizer state after a step.
-
-        Args:
-          trained: both before the step.
-          given: the contributions of all members, possibly followed by those of a padding.
-          size: the number of members.
-        """
+    def update(self, trained: Trained, given: Contribution) -> Trained:
+        """Return the shared parameters and their optimizer state after a step, from what all members contribute."""
         trainable, opt_state = trained
-        weights = jnp.where(jnp.arange(len(given.weight)) < size, given.weight, 0)
-        count = weights.sum()
-
-        def mean(g: jax.Array) -> jax.Array:
-            own = weights.reshape(-1, *[1] * (g.ndim - 1)).astype(g.dtype)
-            return (g * own).sum(0) / jnp.maximum(count, 1).astype(g.dtype)
 
         def updated() -> Trained:
-            updates, state = self._transform.update(jax.tree.map(mean, given.gradients), opt_state, trainable)
+            mean = jax.tree.map(lambda g: g / jnp.maximum(given.count, 1).astype(g.dtype), given.gradients)
+            updates, state = self._transform.update(mean, opt_state, trainable)
             return optax.apply_updates(trainable, updates), state
 
-        return update_where(count > 0, updated, (trainable, opt_state))
+        return update_where(given.count > 0, updated, (trainable, opt_state))

@@ -16,6 +16,7 @@ import pytest
 from flax import nnx
 
 from plurax.ensemble import EarlyStopping, Ensemble, Restarts, Trainer, TrainState, exploit, load, save, select
+from plurax.transforms import value_and_grad
 from plurax.transforms._models.split_model import split
 from plurax.transforms.modules import freeze
 
@@ -122,13 +123,20 @@ def test_a_run_is_the_steps_and_goes_on_exactly(tmp_path: Path) -> None:
         trainer.fit(trainer.init(other), batches, progress=False, checkpoint_dir=tmp_path)
 
 
+def spoiled(ens: Ensemble[Any], i: int) -> Ensemble[Any]:
+    """Return an ensemble whose member `i` has NaNs for its own parameters."""
+    trainable = jax.tree.map(lambda x: x.at[i].set(jnp.nan), ens.trainable)
+    return Ensemble(ens.structure, trainable, ens.rest, ens.shared)
+
+
+EXECUTIONS = [{"strategy": "vmap"}, {"strategy": "vmap", "chunk_size": 2}, {"strategy": "map"}]
+
+
+@pytest.mark.parametrize("options", EXECUTIONS, ids=["vmap", "chunks", "map"])
 @pytest.mark.parametrize("nonfinite", ["freeze", "ignore"])
-def test_a_member_of_nans_does_not_spoil_what_is_shared(nonfinite: Any) -> None:
-    ens = created()
-    spoiled = jax.tree.map(lambda x: x.at[1].set(jnp.nan), ens.trainable)
-    ens = Ensemble(ens.structure, spoiled, ens.rest, ens.shared)
-    sgd = optax.sgd(0.1)
-    state = trained(Trainer(loss, sgd, nonfinite=nonfinite), ens)
+def test_a_member_of_nans_does_not_spoil_what_is_shared(nonfinite: Any, options: Any) -> None:
+    ens, sgd = spoiled(created(), 1), optax.sgd(0.1)
+    state = trained(Trainer(loss, sgd, nonfinite=nonfinite, **options), ens)
     shared, own = by_hand(ens, lambda i: sgd, sgd, left_out=(1,))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), state.ensemble.shared.trainable, shared)
     np.testing.assert_allclose(state.ensemble.trainable["head"]["bias"][2], own[2][0]["head"]["bias"], rtol=1e-5)
@@ -136,8 +144,47 @@ def test_a_member_of_nans_does_not_spoil_what_is_shared(nonfinite: Any) -> None:
     # If no member has a finite gradient, nothing that is shared moves.
     nothing = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), ens.trainable)
     ens = Ensemble(ens.structure, nothing, ens.rest, ens.shared)
-    state = trained(Trainer(loss, optax.adam(0.1), nonfinite=nonfinite), ens, 1)
+    state = trained(Trainer(loss, optax.adam(0.1), nonfinite=nonfinite, **options), ens, 1)
     jax.tree.map(np.testing.assert_array_equal, state.ensemble.shared.trainable, ens.shared.trainable)
+
+
+def only_shared_overflows(net: Any, x: Any, y: Any, *, scale: Any) -> Any:
+    """Return a loss that adds 0, whose gradient by the trunk is `scale`, and by the own parameters 0."""
+    bias = net.trunk.bias[0]
+    return loss(net, x, y) + scale * (bias - jax.lax.stop_gradient(bias))
+
+
+def test_a_member_counts_if_its_loss_and_all_its_gradients_are_finite() -> None:
+    ens, sgd = created(), optax.sgd(0.1)
+    expected = by_hand(ens, lambda i: sgd, sgd, 2, left_out=(1,))
+    for each, options in (
+        (only_shared_overflows, {"scale": [0.0, np.inf, 0.0]}),  # the gradient by the trunk, and the loss 0 · inf
+        (lambda net, x, y, *, add: loss(net, x, y) + add, {"add": [0.0, np.inf, 0.0]}),  # the loss alone
+    ):
+        state = trained(Trainer(each, sgd, hyperparams=options, strategy="vmap"), ens, 2)
+        assert state.standing.stopped.tolist() == [0, 1, 0]
+        shared, own = expected
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), state.ensemble.shared.trainable, shared)
+        bias = state.ensemble.trainable["head"]["bias"]
+        np.testing.assert_allclose(bias[2], own[2][0]["head"]["bias"], rtol=1e-5)
+        np.testing.assert_array_equal(bias[1], ens.trainable["head"]["bias"][1])
+
+
+def test_gradients_of_a_grad_fn_are_added_member_by_member() -> None:
+    adam = optax.adam(0.05)
+    for options in EXECUTIONS:
+        trainer = Trainer(loss, adam, grad_fn=lambda loss: value_and_grad(loss), **options)
+        assert_close(trained(trainer, created()), by_hand(created(), lambda i: adam, adam))
+
+
+def test_a_loss_that_cannot_be_differentiated_is_refused_as_ever() -> None:
+    for wrong, dtype in (
+        (lambda net, x: net(x).sum().astype(int), "int32"),
+        (lambda net, x: net(x).sum() + 1j, "comp"),
+    ):
+        trainer = Trainer(wrong, optax.sgd(0.1), strategy="vmap")
+        with pytest.raises(TypeError, match=rf"^value_and_grad: .*{dtype}"):
+            trainer.step(trainer.init(created()), X)
 
 
 def test_members_that_stop_leave_the_mean() -> None:
@@ -197,20 +244,23 @@ def _with_trunk(net: Any, other: Any) -> Any:
 
 
 @pytest.mark.optimized
-def test_a_step_holds_one_frozen_trunk() -> None:
+@pytest.mark.parametrize("options", EXECUTIONS, ids=["vmap", "chunks", "map"])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_step_holds_one_trunk_and_one_gradient_of_it(frozen: bool, options: Any) -> None:
     def wide(rngs: nnx.Rngs) -> Any:
         net: Any = Net(rngs)
-        net.trunk = nnx.Sequential(nnx.Linear(4, 1024, rngs=rngs), nnx.relu, nnx.Linear(1024, 6, rngs=rngs))
+        net.trunk = nnx.Sequential(nnx.Linear(4, 128, rngs=rngs), nnx.Linear(128, 512, rngs=rngs), lambda x: x[:, :6])
         return net
 
-    trainer = Trainer(loss, optax.sgd(0.1), strategy="vmap")
-    state = trainer.init(freeze(Ensemble.create(wide, 16, seed=0, shared="trunk"), "trunk"))
+    trainer = Trainer(loss, optax.sgd(0.1), **options)
+    ens = Ensemble.create(wide, 16, seed=0, shared="trunk")
+    state = trainer.init(freeze(ens, "trunk") if frozen else ens)
     compiled = jax.jit(lambda state, x, y: trainer.step(state, (x, y))).lower(state, X[:1], Y[:1]).compile()
     memory: Any = compiled.memory_analysis()
     trunk = sum(x.nbytes for x in jax.tree.leaves(state.ensemble.shared))
     total = sum(x.nbytes for x in jax.tree.leaves((state.ensemble, state.opt_state, state.standing)))
     assert memory.argument_size_in_bytes <= total + 1000
-    assert memory.temp_size_in_bytes < 2 * trunk
+    assert memory.temp_size_in_bytes < (1 if frozen else 4) * trunk
 
 
 def test_populations_and_restarts_keep_the_shared_part() -> None:
@@ -257,6 +307,10 @@ for shape, axes, size in (((4,), ("ensemble",), 6), ((4,), ("ensemble",), 8), ((
     assert own._bias(many).sharding.is_fully_replicated
     np.testing.assert_allclose(many.ensemble(own.X), one.ensemble(own.X), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(many.ensemble[1](own.X), one.ensemble[1](own.X), rtol=1e-4, atol=1e-5)
+    with_nans = own.trained(trainer, own.spoiled(ens, 1))
+    expected = own.trained(Trainer(own.loss, optax.adam(0.05), strategy="vmap"), own.spoiled(ens, 1))
+    assert with_nans.standing.stopped.tolist() == [0, 1] + [0] * (size - 2)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), with_nans, expected)
     fitted, _ = trainer.fit(trainer.init(ens), [(own.X, own.Y)] * own.STEPS, progress=False)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), fitted, one)
     if size % 4:
