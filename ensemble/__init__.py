@@ -12,6 +12,7 @@
   prediction as one file for a server, which needs JAX and flatbuffers only.
 - `metrics`, `calibration`, `plots`: scores and uncertainty measures; temperatures and conformal sets; figures.
 - `averages`: means of weights along a run, Gaussians around them (SWAG), and snapshots.
+- `distill`: trains one small model to predict as an ensemble does; `distillation` has its loss and targets.
 
 Transforms of functions and single models are in `plurax.transforms`, private training in `plurax.transforms.privacy`.
 
@@ -33,7 +34,7 @@ The source folders, lowest layer first; the docstring of each describes its file
   the execution of that step for all members; `_training`: `Trainer`, its loop, checkpoints, early stopping,
   populations, batches.
 - `_sharing`: what is made of trained members: committees, and files for servers.
-- `metrics`, `calibration`, `plots`, `averages`: public modules.
+- `metrics`, `calibration`, `plots`, `averages`, `distillation`: public modules.
 """
 
 import warnings
@@ -42,7 +43,7 @@ from typing import TYPE_CHECKING, Any
 from ..transforms._core.prediction import Prediction
 from ..transforms._core.version import __version__ as __version__
 from ..transforms.program._aot.exported import Exported, load_exported
-from . import averages, calibration, metrics, plots
+from . import averages, calibration, distillation, metrics, plots
 from ._members.ensemble import Ensemble
 from ._members.strategy import Execution
 from ._sharing.committee import Committee
@@ -57,6 +58,7 @@ from ._training.grid import grid
 from ._training.population import Selection, exploit, greedy_selection, k_best, select, soup
 from ._training.tensorboard import TensorBoard
 from ._training.trainer import Trainer
+from .distillation import distill
 
 __all__ = [
     "Batches",
@@ -75,6 +77,8 @@ __all__ = [
     "Trainer",
     "averages",
     "calibration",
+    "distill",
+    "distillation",
     "exploit",
     "export",
     "greedy_selection",

@@ -23,6 +23,7 @@ MODULES = (
     "plurax.ensemble",
     "plurax.ensemble.metrics",
     "plurax.ensemble.averages",
+    "plurax.ensemble.distillation",
     "plurax.ensemble.calibration",
     "plurax.ensemble.plots",
 )

@@ -44,7 +44,7 @@ LAYERS = {
         "_execution",
         "_training",
         "_sharing",
-        "averages calibration metrics plots",
+        "averages calibration distillation metrics plots",
         "__init__",
     ],
 }
