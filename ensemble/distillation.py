@@ -20,7 +20,7 @@ from ._sharing.committee import Committee
 from ._training.batches import Batches
 from ._training.trainer import Trainer
 
-__all__ = ["Head", "Targets", "dirichlet", "distill", "loss", "targets"]
+__all__ = ["Targets", "dirichlet", "distill", "loss", "targets"]
 
 Head = Literal["mean", "dirichlet"]
 
