@@ -45,6 +45,7 @@ LAYERS = {
         "_training",
         "_sharing",
         "averages calibration distillation metrics plots",
+        "sklearn",
         "__init__",
     ],
 }

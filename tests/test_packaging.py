@@ -147,6 +147,7 @@ LIBRARIES = {
     "export": ["flatbuffers"],
     "files": ["safetensors.numpy"],
     "plot": ["matplotlib.figure"],
+    "sklearn": ["sklearn", "sklearn.base"],
     "tensorboard": ["tensorboardX"],
 }
 

@@ -46,6 +46,11 @@ assert 0 < dp.epsilon(state) < 10""",
         "export(Ensemble.stack([model]), folder + '/exported', jnp.ones((1, 2))); "
         "assert load_exported(folder + '/exported')(jnp.ones((5, 2)))['mean'].shape == (5, 3)",
     },
+    "sklearn": {
+        "EnsembleClassifier": "import sys; sys.modules.pop('plurax.ensemble.sklearn', None); "
+        "from plurax.ensemble.sklearn import EnsembleClassifier; "
+        "EnsembleClassifier(members=2, hidden=(4,), epochs=1).fit([[0.0], [1.0]], [0, 1]).predict([[0.5]])",
+    },
     "sparse": {
         "jacobian": "assert jacobian(jnp.sin, sparsity='auto')(jnp.ones(3)).nse == 3",
         "jacobian of a given pattern": "assert jacobian(jnp.sin, sparsity=np.eye(3, dtype=bool))(jnp.ones(3)).nse == 3",

@@ -266,7 +266,7 @@ class Executor:
             specs = P(ENSEMBLE), P(ENSEMBLE), P(), *layout.batch_specs(batch, axes.value)
             arrays, metrics, *given = layout.on_each(on_device, *specs)(arrays, counts, shared, *batch)
             given = jax.tree.map(lambda x: x.sum(0), given)
-        if given:
+        if given and trained is not None:
             trained = self._shared_step.update(trained, *given)
         return (arrays, trained), metrics
 

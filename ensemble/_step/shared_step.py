@@ -20,11 +20,11 @@ class Contribution(NamedTuple):
     """What one member, or several, give to the step of the shared parameters.
 
     Attributes:
-      count: how many members count: those that train and whose loss and gradients are finite.
+      number: how many members count: those that train and whose loss and gradients are finite.
       gradients: the sum of their gradients by the shared parameters.
     """
 
-    count: jax.Array
+    number: jax.Array
     gradients: Any
 
     @classmethod
@@ -72,8 +72,8 @@ class SharedStep:
         trainable, opt_state = trained
 
         def updated() -> Trained:
-            mean = jax.tree.map(lambda g: g / jnp.maximum(given.count, 1).astype(g.dtype), given.gradients)
+            mean = jax.tree.map(lambda g: g / jnp.maximum(given.number, 1).astype(g.dtype), given.gradients)
             updates, state = self._transform.update(mean, opt_state, trainable)
             return optax.apply_updates(trainable, updates), state
 
-        return update_where(given.count > 0, updated, (trainable, opt_state))
+        return update_where(given.number > 0, updated, (trainable, opt_state))
