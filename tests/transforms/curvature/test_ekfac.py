@@ -12,24 +12,19 @@ from jax.flatten_util import ravel_pytree
 
 from plurax.transforms.curvature import _squares, ekfac, ggn_diagonal, kfac
 
-from .test_diagonal import MODELS, N, cross_entropy, dense, labels, normal, square
+from .test_diagonal import MODELS, N, cross_entropy, dense, labels, matrix, normal, square
 
 
 def eigenvectors(block: Any) -> np.ndarray:
     """Return the eigenvectors of a block as columns, in the order of its eigenvalues."""
     count = block.values.size
-    of = lambda i: block.joined(
-        jnp.einsum("spq,sde,sqe->spd", *(full(x) for x in (block.left, block.right)), unit(i, block.values.shape))
-    )
-    return np.stack([np.ravel(of(i)) for i in range(count)], axis=1)
+    of = lambda one: block.joined(jnp.einsum("spq,sde,sqe->spd", *(full(x) for x in (block.left, block.right)), one))
+    units = jnp.eye(count).reshape(count, *block.values.shape)
+    return np.reshape(jax.jit(lambda units: jax.lax.map(of, units))(units), (count, -1)).T
 
 
 def full(side: Any) -> Any:
     return side if side.ndim == 3 else jax.vmap(jnp.diag)(side)
-
-
-def unit(i: int, shape: Any) -> Any:
-    return jnp.zeros(shape).ravel().at[i].set(1.0).reshape(shape)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -57,22 +52,22 @@ def test_eigenvalues_are_the_diagonal_of_the_true_block(
             np.testing.assert_allclose(block.dense(), vectors * np.ravel(block.values) @ vectors.T, atol=1e-12)
         np.testing.assert_allclose(found.trace(), expected.trace(), rtol=1e-11)
         np.testing.assert_allclose(
-            found.trace(), ravel_pytree(ggn_diagonal(model, cross_entropy)(p, x, y))[0].sum(), rtol=1e-11
+            found.trace(), ravel_pytree(jax.jit(ggn_diagonal(model, cross_entropy))(p, x, y))[0].sum(), rtol=1e-11
         )
-        plain = kfac(model, cross_entropy, **options)(p, x, y)
-        assert np.linalg.norm(found.dense() - expected) <= np.linalg.norm(plain.dense() - expected) * (1 + 1e-12)
+        plain = jax.jit(kfac(model, cross_entropy, **options))(p, x, y)
+        assert np.linalg.norm(matrix(found) - expected) <= np.linalg.norm(matrix(plain) - expected) * (1 + 1e-12)
         # With one basis: eigenvectors of an eigenvalue that several share, such as zero, differ by rounding.
-        chunked = ekfac(model, cross_entropy, chunk_size=2, **options)(p, x, y, basis=plain)
-        once = ekfac(model, cross_entropy, **options)(p, x, y, basis=plain)
-        np.testing.assert_allclose(chunked.dense(), once.dense(), rtol=1e-9, atol=1e-12)
+        chunked = jax.jit(ekfac(model, cross_entropy, chunk_size=2, **options))(p, x, y, basis=plain)
+        once = jax.jit(ekfac(model, cross_entropy, **options))(p, x, y, basis=plain)
+        np.testing.assert_allclose(matrix(chunked), matrix(once), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["perceptron", "tied tokens and a convolution", "a scan over layers"])
 def test_methods_agree_with_the_dense_matrix(name: str) -> None:
     with jax.enable_x64(True):
         model, p, x, y = MODELS[name]()
-        found = ekfac(model, cross_entropy, fisher="exact")(p, x, y)
-        d = np.asarray(found.dense())
+        found = jax.jit(ekfac(model, cross_entropy, fisher="exact"))(p, x, y)
+        d = np.asarray(matrix(found))
         flat, unravel = ravel_pytree(p)
         v, damped = np.asarray(normal(flat.size)), d + 0.1 * np.eye(len(d))
         of = lambda name, *args: np.asarray(ravel_pytree(getattr(found, name)(unravel(v), *args))[0])
@@ -88,7 +83,7 @@ def test_several_uses_are_added_before_they_are_squared() -> None:
     with jax.enable_x64(True):
         p, x, y = {"w": normal(5, 3)}, normal(N, 5), normal(N, 5)
         model = lambda p, x: jnp.tanh(x @ p["w"]) @ (-p["w"]).T
-        found = ekfac(model, square, fisher="exact")(p, x, y)
+        found = jax.jit(ekfac(model, square, fisher="exact"))(p, x, y)
         np.testing.assert_allclose(found.trace(), dense(model, square, p, x, y).trace(), rtol=1e-11)
         vectors = eigenvectors(found.blocks[0])
         true = np.diag(vectors.T @ dense(model, square, p, x, y) @ vectors)
@@ -101,9 +96,9 @@ def test_results_with_one_basis_are_averaged_exactly() -> None:
         of = jax.jit(ekfac(model, cross_entropy, fisher="exact"))
         whole = of(p, x, y)
         one, other = (of(p, x[some], y[some], basis=whole) for some in (slice(2), slice(2, None)))
-        np.testing.assert_allclose((0.4 * one + 0.6 * other).dense(), whole.dense(), rtol=1e-9, atol=1e-13)
-        plain = kfac(model, cross_entropy, fisher="exact")(p, x, y)
-        np.testing.assert_allclose(of(p, x, y, basis=plain).dense(), whole.dense(), rtol=1e-8, atol=1e-12)
+        np.testing.assert_allclose((0.4 * one + 0.6 * other).dense(), matrix(whole), rtol=1e-9, atol=1e-13)
+        plain = jax.jit(kfac(model, cross_entropy, fisher="exact"))(p, x, y)
+        np.testing.assert_allclose(of(p, x, y, basis=plain).dense(), matrix(whole), rtol=1e-8, atol=1e-12)
 
 
 @pytest.mark.slow
@@ -128,9 +123,9 @@ def test_the_sum_of_different_bases_keeps_the_trace() -> None:
 def test_samples_members_and_refusals() -> None:
     """The mean of 4,000 squares, each with a deviation of √2, is off by 12 % with a probability of 10⁻⁷."""
     model, p, x, y = MODELS["perceptron"]()
-    exact = ekfac(model, cross_entropy, fisher="exact")(p, x, y)
+    exact = jax.jit(ekfac(model, cross_entropy, fisher="exact"))(p, x, y)
     tiled = jnp.tile(x, (1000, 1)), jnp.tile(y, 1000)
-    drawn = ekfac(model, cross_entropy)(p, *tiled, jax.random.key(0), basis=exact)
+    drawn = jax.jit(ekfac(model, cross_entropy))(p, *tiled, jax.random.key(0), basis=exact)
     np.testing.assert_allclose(drawn.trace(), exact.trace(), rtol=0.12)
     members = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), p)
     together = jax.vmap(ekfac(model, cross_entropy, fisher="exact"), (0, None, None))(members, x, y)
@@ -138,7 +133,7 @@ def test_samples_members_and_refusals() -> None:
     assert "eigenvalues of a Kronecker product" in str(ekfac(model, cross_entropy, fisher="exact").explain(p, x, y))
     with pytest.raises(ValueError, match=r"^ekfac: basis must be the KroneckerFactors of the same parameters"):
         ekfac(model, cross_entropy, fisher="exact")(p, x, y, basis=p)
-    other = kfac(lambda w, x: x @ w, cross_entropy, fisher="exact")(normal(4, 3), x, labels(3, N))
+    other = jax.jit(kfac(lambda w, x: x @ w, cross_entropy, fisher="exact"))(normal(4, 3), x, labels(3, N))
     with pytest.raises(ValueError, match=r"^ekfac: basis must be the KroneckerFactors of the same parameters"):
         ekfac(model, cross_entropy, fisher="exact")(p, x, y, basis=other)
     with pytest.raises(TypeError, match=r"^kfac: pass basis to ekfac"):
@@ -151,8 +146,8 @@ def test_a_basis_with_other_sides_takes_the_gradients_themselves() -> None:
     with jax.enable_x64(True):
         model, p, x, y = MODELS["perceptron"]()
         scaled = lambda p, x: model({**p, "w": 2.0 * p["w"]}, x)
-        basis = ekfac(scaled, cross_entropy, fisher="exact")(p, x, y).eigen()
-        found = ekfac(model, cross_entropy, fisher="exact")(p, x, y, basis=basis).blocks[3]
+        basis = jax.jit(ekfac(scaled, cross_entropy, fisher="exact"))(p, x, y).eigen()
+        found = jax.jit(ekfac(model, cross_entropy, fisher="exact"))(p, x, y, basis=basis).blocks[3]
         vectors = eigenvectors(found)
         true = dense(model, cross_entropy, p, x, y)[-24:, -24:]
         assert found.axes == ((), (0, 1), ())

@@ -17,7 +17,7 @@ from plurax.ensemble import Ensemble, Prediction
 from plurax.transforms.curvature import Laplace, ekfac, ggn_diagonal, kfac, laplace
 from plurax.transforms.curvature._laplace import spectrum
 
-from .test_diagonal import MODELS, N, cross_entropy, dense, labels, normal, perceptron
+from .test_diagonal import MODELS, N, cross_entropy, dense, labels, matrix, normal, perceptron
 
 STRUCTURES: Any = ["kfac", "ekfac", "diagonal", "full", "ggn_lanczos"]
 PRIOR = 0.7
@@ -26,10 +26,10 @@ PRIOR = 0.7
 def curvature_of(structure: str, model: Any, p: Any, x: Any, y: Any) -> np.ndarray:
     """Return the curvature as a matrix."""
     if structure == "diagonal":
-        return np.diag(ravel_pytree(ggn_diagonal(model, cross_entropy)(p, x, y))[0])
+        return np.diag(ravel_pytree(jax.jit(ggn_diagonal(model, cross_entropy))(p, x, y))[0])
     if structure in ("kfac", "ekfac"):
         of = {"ekfac": ekfac, "kfac": kfac}[structure](model, cross_entropy, fisher="exact")
-        return np.asarray(of(p, x, y).dense())
+        return matrix(jax.jit(of)(p, x, y))
     return dense(model, cross_entropy, p, x, y)
 
 

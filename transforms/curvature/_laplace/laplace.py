@@ -138,12 +138,15 @@ class Laplace:
         of, _ = self._parameters()
         like = tree_of(of, [x.astype(wide(x.dtype)) for x in of.parameters])
         flat, unravel = ravel_pytree(like)
-        draw = jax.jit(lambda noise: self._root(unravel(noise)))
+
+        def drawn(noise: jax.Array) -> Ensemble[Any]:
+            member = self._moved(self._root(unravel(noise)))
+            return Ensemble.stack([member]) if self._is_module() else Ensemble.from_apply(self.model, [member])
+
+        # One program for any number of members: a draw at a time, as an ensemble of one.
         noises = jax.random.normal(key, (n, flat.size), flat.dtype)
-        members = [self._moved(draw(noise)) for noise in noises]
-        if self._is_module():
-            return Ensemble.stack(members)
-        return Ensemble.from_apply(self.model, members)
+        members = jax.jit(lambda noises: lax.map(drawn, noises))(noises)
+        return jax.tree.map(lambda x: x[:, 0], members)
 
     def log_marginal_likelihood(self) -> jax.Array:
         """Return the logarithm of the evidence, log p(data), in nats.
