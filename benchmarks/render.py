@@ -26,6 +26,7 @@ SCRIPTS = (
     "gradient_statistics",
     "curvature",
     "dpsgd",
+    "sharing",
     "long_runs",
     "accelerators",
 )

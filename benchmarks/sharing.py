@@ -57,17 +57,14 @@ class Block(nnx.Module):
         return nnx.relu(y + (x if self.skip is None else self.skip(x)))
 
 
-class ResNet18(nnx.Module):
-    """A ResNet-18 for small images."""
+class ResNet8(nnx.Module):
+    """A ResNet with three blocks for small images."""
 
     def __init__(self, width: int, rngs: nnx.Rngs) -> None:
-        sizes = [width, width, *(width * 2**i for i in range(1, 4) for _ in range(2)), None]
-        blocks, before = [], width
         self.first = nnx.Conv(3, width, (3, 3), rngs=rngs)
-        for channels in [width, *sizes[1:-1]]:
-            blocks.append(Block(before, channels, 1 if channels == before else 2, rngs))
-            before = channels
-        self.blocks, self.last = nnx.List(blocks), nnx.Linear(before, 10, rngs=rngs)
+        sizes = [(width, width, 1), (width, 2 * width, 2), (2 * width, 4 * width, 2)]
+        self.blocks = nnx.List([Block(*each, rngs) for each in sizes])
+        self.last = nnx.Linear(4 * width, 10, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = self.first(x)
@@ -76,26 +73,26 @@ class ResNet18(nnx.Module):
         return self.last(x.mean((1, 2)))
 
 
-def step_of(ensemble: Ensemble, x: Any, y: Any, smoke: bool) -> tuple[Callable[[], Any], int]:
-    """Return a training step as `fit` takes it, with what "auto" found quickest, and the bytes of its temporaries."""
-    chosen: Any = "vmap" if smoke else "auto"
-    if chosen == "auto" and len(ensemble) > 1:
+def step_of(ensemble: Ensemble, x: Any, y: Any, deep: bool, smoke: bool) -> tuple[Callable[[], Any], int]:
+    """Return a training step as `fit` takes it, by the quickest strategy, and the bytes of its temporaries.
+
+    "auto" finds it, but for one network, where it has nothing to try, and for `deep` ones, which would take minutes to
+    compile one after another in one program.
+    """
+    if smoke:
+        chosen: Any = "vmap"
+    elif len(ensemble) > 1 and not deep:
         chosen = ours(ensemble, x, y, donate=True, in_axes=0)[0].explain().chosen
-    trainer, call = ours(
-        ensemble, x, y, donate=True, in_axes=0, strategy=_rule(ensemble, x) if chosen == "auto" else chosen
-    )
+    else:
+        several = [Execution("vmap"), Execution("map", products=True)]
+        one = [Execution("unroll"), Execution("unroll", products=True)]
+        ways = one[: 1 if deep else 2] if len(ensemble) == 1 else several
+        calls = {way: ours(ensemble, x, y, donate=True, in_axes=0, strategy=way)[1] for way in ways}
+        chosen = quickest(interleaved(calls, rounds=2, seconds=0.1), ways)
+        print(f"{len(ensemble)} x {ensemble.structure!r}: {chosen}")
+    trainer, call = ours(ensemble, x, y, donate=True, in_axes=0, strategy=chosen)
     memory: Any = jax.jit(trainer.step).lower(trainer.init(ensemble), (x, y)).compile().memory_analysis()
     return call, memory.temp_size_in_bytes
-
-
-def _rule(ensemble: Ensemble, x: Any) -> Execution:
-    """Return the quickest way to execute one network: convolutions as products, or as they are."""
-    if x.ndim < 4:
-        return Execution("vmap")
-    ways = [Execution("unroll", products=products) for products in (True, False)]
-    y = jnp.zeros(x.shape[:2], int)
-    calls = {way: ours(ensemble, x, y, donate=True, in_axes=0, strategy=way)[1] for way in ways}
-    return quickest(interleaved(calls, rounds=3, seconds=0.1), ways)
 
 
 def by_hand(ensemble: Ensemble, x: Any, y: Any, *, joint: bool) -> Callable[[], Any]:
@@ -154,12 +151,13 @@ def training(
         signed = partial(tabm, first="layers.0", head=last)
         shares = Ensemble.create(lambda rngs: signed(make(rngs), rngs=rngs), members, seed=0, shared=Base)
         ensembles[TABM] = (shares, x, y)
-    steps = {name: step_of(*each, smoke) for name, each in ensembles.items()}
+    deep = x.shape[-1] == 3
+    steps = {name: step_of(*each, deep, smoke) for name, each in ensembles.items()}
     candidates = {name: call for name, (call, _) in steps.items()}
     if TABM in ensembles:
         candidates[HAND] = by_hand(scaled, x, y, joint=True)
         candidates[MEAN] = by_hand(scaled, x, y, joint=False)
-    times = interleaved(candidates, rounds=rounds, seconds=0.3)
+    times = interleaved(candidates, rounds=3 if deep else rounds, seconds=0.3)
     numbers = {name: sum(leaf.size for leaf in _numbers(each[0])) for name, each in ensembles.items()}
     rows = [
         {
@@ -218,7 +216,7 @@ def main() -> None:
     cases = {
         f"MLP {'-'.join(map(str, mlp))}": (partial(MLP, mlp), (mlp[0],), batch * 4),
         "LeNet-5": (LeNet5, (32, 32, 1), batch * 2),
-        f"ResNet-18 of width {width}": (partial(ResNet18, width), (small, small, 3), batch),
+        f"ResNet-8 of width {width}": (partial(ResNet8, width), (small, small, 3), batch // 2),
     }
     parts: dict[str, Callable[[], Tables]] = {
         f"{title}: a step of 4 members on {count} examples in all": partial(

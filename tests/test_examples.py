@@ -5,11 +5,17 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from plurax.transforms._runs import checkpoint as checkpoint
+from plurax.transforms.program import load_exported
 
 ROOT = Path(__file__).parents[1]
 
@@ -30,6 +36,8 @@ OTHERS = {
     "examples/dp_audit_digits.py",
     "examples/dp_lora.py",
     "examples/multi_host.py",
+    "examples/serve.py",
+    "examples/sharing_tables.py",
     "examples/agents.py",
     "examples/control_flow.py",
     "examples/gradient_statistics.py",
@@ -51,6 +59,7 @@ SMALL = {
     "examples/custom_rules.py": ("--slices", "2", "--batch", "1", "--planets", "3", "--size", "4", "--rounds", "1"),
     "examples/jacobians_hessians.py": (),
     "examples/channels_last.py": ("--images", "1", "--side", "8", "--layers", "2", "--rounds", "1"),
+    "examples/tabm_csv.py": ("--members", "2", "--seeds", "1", "--epochs", "2", "--width", "8"),
     "examples/torch_ensembling.py": ("--members", "2", "--batches", "3"),
     "examples/from_torch.py": ("--file", str(ROOT / "examples/from_torch.safetensors")),
     "benchmarks/ensemble.py": ("--smoke",),
@@ -60,6 +69,7 @@ SMALL = {
     "benchmarks/gradient_statistics.py": ("--smoke",),
     "benchmarks/curvature.py": ("--smoke",),
     "benchmarks/long_runs.py": ("--smoke",),
+    "benchmarks/sharing.py": ("--smoke",),
     "benchmarks/sparse.py": ("--smoke",),
     "benchmarks/program.py": ("--smoke",),
     "benchmarks/compile.py": ("--smoke",),
@@ -128,6 +138,39 @@ def test_two_processes_train_and_one_loads(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_server_answers_as_the_file_predicts():
+    """Real requests to the script's server, which is another process, for an ensemble that was exported here."""
+    spec = importlib.util.spec_from_file_location("serve", ROOT / "examples/serve.py")
+    serve = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(serve)
+    with tempfile.TemporaryDirectory() as folder:
+        file, images, _ = serve.exported_digits(Path(folder))
+        expected = load_exported(file)(images[:40])
+        command = [sys.executable, str(ROOT / "examples/serve.py"), "--file", str(file), "--most", "8", "--wait", "20"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                port = int(process.stdout.readline().strip().rpartition(":")[2])
+                with ThreadPoolExecutor(8) as clients:
+                    answers = list(clients.map(lambda i: serve.ask(port, images[i : i + 1]), range(40)))
+                for name in ("mean", "mutual_information"):
+                    found = np.concatenate([answer[name] for answer in answers])
+                    np.testing.assert_allclose(found, expected[name], rtol=1e-5, atol=1e-6)
+                several = serve.ask(port, images[:11])  # more rows than a batch has
+                np.testing.assert_allclose(several["mean"], expected["mean"][:11], rtol=1e-5, atol=1e-6)
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/") as answer:
+                    about = json.load(answer)
+                assert about["rows"] == 51
+                assert about["batches"] < 51
+                for rows, said in ((images[:1, :5], "each row has 64 numbers"), (images[0], "each row has 64 numbers")):
+                    with pytest.raises(urllib.error.HTTPError) as refused:
+                        serve.ask(port, rows)
+                    assert refused.value.code == 400
+                    assert said in json.load(refused.value)["error"]
+            finally:
+                process.kill()
+
+
+@pytest.mark.slow
 def test_waves_are_those_of_theory_and_show_what_is_hidden(tmp_path):
     small = ("--cells", "10", "20", "--sources", "5", "--antennas", "4", "--steps", "8", "--rounds", "1")
     shown = run("examples/maxwell.py", *small, "--out", str(tmp_path / "out"))
@@ -183,6 +226,11 @@ def test_waves_are_those_of_theory_and_show_what_is_hidden(tmp_path):
             "Retrained 3 networks on 3 halves of 500 digits, and 2 on all.",
         ),
         ("laplace_digits", ("--members", "2", "--steps", "30"), "2 networks and their posteriors"),
+        (
+            "sharing_tables",
+            ("--members", "2", "--steps", "25", "--seeds", "1", "--only", "wine", "diabetes"),
+            "diabetes: 2 members, means of 1 splits",
+        ),
     ],
 )
 def test_pictures_of(script, options, said, tmp_path):

@@ -700,7 +700,8 @@ def test_a_frozen_base_is_never_mentioned(name: str) -> None:
     of = clipped_grad(loss, 0, True, l2_clip_norm=1.0, batch_argnums=(1, 2), method="book_keeping")
     report = of.explain(*args)
     assert {words(use.parameter)[-1] for use in report.uses} == {"lora_a", "lora_b"}
-    assert not {"base", "base_module", "kernel", "bias", "frozen"} & {*words(str(report))}
+    shown = str(report).replace(__file__, "")  # the checkout may lie in a folder of any name
+    assert not {"base", "base_module", "kernel", "bias", "frozen"} & {*words(shown)}
 
 
 @pytest.mark.slow
