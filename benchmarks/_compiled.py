@@ -163,11 +163,13 @@ def convolutions(compiled: Compile) -> Tables:
         create = partial(Ensemble.create, partial(ConvNet, widths, False), members, seed=0)
         state: Any = jax.eval_shape(lambda: trainer.init(create()))
         step = partial(trainer._stepper.executor._step, state._structure)
-        arguments = state._arrays(), shape(batch, 32, 32, 3), jax.ShapeDtypeStruct((batch,), jnp.int32)
+        # The step of a member takes whether it counts and what it shares, which are none here, before the batch.
+        batch_of = shape(batch, 32, 32, 3), jax.ShapeDtypeStruct((batch,), jnp.int32)
+        arguments = state._arrays(), None, None, *batch_of
         ways = [Execution(way, products=products) for products in (False, True) for way in ("vmap", "map", "unroll")]
         rows = []
         for way in ways[:-1]:
-            report, text = compiled(over_members(step, way, (0, None, None), members), *arguments)
+            report, text = compiled(over_members(step, way, (0, 0, None, None, None), members), *arguments)
             row = {"": str(way)} | figures(report, text)
             calls = [x for x in text.splitlines() if re.search(r'custom_call_target="__cudnn\$conv', x)]
             grouped = sum("feature_group_count" in x for x in calls)

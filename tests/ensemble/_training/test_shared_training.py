@@ -96,6 +96,17 @@ def test_every_strategy_is_the_loop_by_hand(strategy: Any) -> None:
     assert_close(trained(Trainer(loss, adam, strategy=strategy), created()), by_hand(created(), lambda i: adam, adam))
 
 
+def test_one_member_alone_is_a_module_that_trains_as_ever() -> None:
+    ens = Ensemble.create(Net, 1, seed=0, shared="trunk")
+    net = ens[0]
+    optimizer = nnx.Optimizer(net, optax.adam(0.05), wrt=nnx.Param)
+    for _ in range(STEPS):
+        optimizer.update(net, nnx.grad(loss)(net, X, Y))
+    found = trained(Trainer(loss, optax.adam(0.05), strategy="vmap"), ens).ensemble[0]
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    jax.tree.map(close, *(nnx.to_pure_dict(nnx.state(each, nnx.Param)) for each in (found, net)))
+
+
 def test_chunks_own_norms_and_two_optimizers() -> None:
     rates = [0.1, 0.05, 0.2]
     options: Any = {"hyperparams": {"learning_rate": rates}, "shared_optimizer": optax.adam(0.01)}

@@ -136,6 +136,14 @@ for axes, numbers in (({"ensemble": 4}, 0), ({"ensemble": 2, "data": 2}, 4 * (64
     shardings = lambda x: P("ensemble") if x.ndim else None, P("data") if "data" in axes else None
     found = compile_for(trainer.step, sys.argv[1], state, shape(32, 64), mesh=axes, shardings=shardings)
     assert sum(x.bytes for x in found.collectives) == 4 * numbers, found.collectives
+
+# Members that share a layer add up its gradients, and how many they are, in one all-reduce.
+trainer = Trainer(loss, optax.adam(1e-3), mesh=AbstractMesh((4,), ("ensemble",)))
+make = lambda rngs: nnx.Sequential(nnx.Linear(64, 32, rngs=rngs), nnx.tanh, nnx.Linear(32, 3, rngs=rngs))
+state = jax.eval_shape(lambda: trainer.init(Ensemble.create(make, 16, seed=0, shared="layers.0")))
+shardings = lambda x: P("ensemble") if x.ndim and x.shape[0] == 16 else None, None
+found = compile_for(trainer.step, sys.argv[1], state, shape(32, 64), mesh={"ensemble": 4}, shardings=shardings)
+assert [tuple(x) for x in found.collectives] == [("all-reduce", 1, 4 * (64 * 32 + 32 + 1))], found.collectives
 """
 
 
