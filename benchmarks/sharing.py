@@ -86,7 +86,7 @@ def step_of(ensemble: Ensemble, x: Any, y: Any, deep: bool, smoke: bool) -> tupl
     else:
         several = [Execution("vmap"), Execution("map", products=True)]
         one = [Execution("unroll"), Execution("unroll", products=True)]
-        ways = one[: 1 if deep else 2] if len(ensemble) == 1 else several
+        ways = one if len(ensemble) == 1 else several
         calls = {way: ours(ensemble, x, y, donate=True, in_axes=0, strategy=way)[1] for way in ways}
         chosen = quickest(interleaved(calls, rounds=2, seconds=0.1), ways)
         print(f"{len(ensemble)} x {ensemble.structure!r}: {chosen}")

@@ -15,6 +15,7 @@ from jax.scipy.special import digamma, entr, gammaln
 from ..transforms._core.arguments import check_choice, check_count, check_number, describe
 from ..transforms._core.prediction import Kind, Prediction, at_least_float32, entropy_of, mean_of
 from ..transforms._models.split_model import is_model
+from ..transforms._runs.data import examples
 from ._members.ensemble import Ensemble
 from ._sharing.committee import Committee
 from ._training.batches import Batches
@@ -70,8 +71,9 @@ def targets(
       `Targets`, with the examples along axis 0.
 
     Raises:
-      TypeError: the teacher is neither an `Ensemble` nor a `Committee`; `temperature` is not a number.
-      ValueError: as for `predict`; `temperature` is not positive.
+      TypeError: the teacher is neither an `Ensemble` nor a `Committee`; `temperature` is not a number; `x` holds
+        something other than arrays.
+      ValueError: as for `predict`; `temperature` is not positive; there are no examples, or arrays differ in length.
 
     Cost:
       One prediction of all members for each example.
@@ -99,7 +101,9 @@ def targets(
         smooth = (1 - _SMOOTHING) * found.members + _SMOOTHING / found.members.shape[-1]
         return Targets(found.mean, mean_of(jnp.log(smooth), weights))
 
-    count = len(jax.tree.leaves(x)[0])
+    x, count = examples("targets", x, "x")
+    if not count:
+        raise ValueError("targets: x has no examples; pass at least one.")
     parts = [of(jax.tree.map(lambda x, i=i: x[i : i + batch_size], x)) for i in range(0, count, batch_size)]
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
 

@@ -14,6 +14,7 @@ import optax
 from flax import nnx
 
 from ..transforms._core.arguments import check_choice, check_count, check_number
+from ..transforms._core.prng import is_key
 from ..transforms.modules import Base, tabm
 from ._members.ensemble import Ensemble
 from ._training.batches import Batches
@@ -168,15 +169,11 @@ class _Estimator(BaseEstimator):
             treedef = jax.tree.structure(_without_keys(like))
             found = jax.tree.unflatten(treedef, [jnp.asarray(x) for x in state["ensemble_"]])
             keys = jax.random.wrap_key_data
-            self.ensemble_ = jax.tree.map(lambda x, new: keys(new) if _is_key(x) else new, like, found)
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+            self.ensemble_ = jax.tree.map(lambda x, new: keys(new) if is_key(x) else new, like, found)
 
 
 def _without_keys(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
+    return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
 
 
 class EnsembleClassifier(ClassifierMixin, _Estimator):
@@ -285,6 +282,7 @@ class EnsembleRegressor(RegressorMixin, _Estimator):
     _loss = staticmethod(_regression_loss)
     _kind = "regression"
 
+    # Written out, since scikit-learn reads the parameters of an estimator from this signature.
     def __init__(
         self,
         model: Any = "mlp",

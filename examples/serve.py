@@ -72,7 +72,7 @@ class Batcher:
                 found = {name: np.asarray(x) for name, x in found.items()}
                 for i, (_, answer) in enumerate(taken):
                     answer.set_result({name: x[i] for name, x in found.items()})
-            except Exception as error:
+            except Exception as error:  # any: it is the answer to these requests, and the thread serves the next ones
                 for _, answer in taken:
                     answer.set_exception(error)
 
@@ -86,8 +86,9 @@ class Server(ThreadingHTTPServer):
 def server(file: Path, port: int, most: int, wait: float) -> tuple[Server, Batcher]:
     """Return a server for an exported file, not yet started, and its batcher."""
     exported = load_exported(file)
-    (shape,) = [text.partition("[")[2].rstrip("]").split(",") for text in exported.description["inputs"]]
-    if len(shape) != 2 or shape[0] != "batch":
+    shapes = [text.partition("[")[2].rstrip("]").split(",") for text in exported.description["inputs"]]
+    shape = shapes[0]
+    if len(shapes) != 1 or len(shape) != 2 or shape[0] != "batch":
         raise SystemExit(f"{file} takes {exported.description['inputs']}, but this server sends rows of numbers")
     features = int(shape[1])
     batcher = Batcher(exported, features, most, wait)

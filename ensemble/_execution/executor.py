@@ -241,11 +241,12 @@ class Executor:
     ) -> Any:
         """Return the new arrays of all members and the shared ones, and the metrics."""
         (structure, execution, size, _, axes), (arrays, trained) = static, before
-        shared = None if constant is None or trained is None else SharedState.of(trained, constant).arrays
+        state = None if constant is None or trained is None else SharedState.of(trained, constant)
+        shared = None if state is None else state.arrays
         layout = self._layout_of(execution)
         split = layout is not None and layout.shards > 1
         of_member = partial(self._step, structure, split=split)
-        adds = shared is not None and bool(jax.tree.leaves(shared.trainable))
+        adds = state is not None and state.trains
         counts = jnp.arange(size if layout is None else layout.padded(size)) < size if adds else None
         in_axes = (0, 0, None, *axes.value)
 

@@ -158,8 +158,8 @@ def _in_place(
     """Return a loop that carries the first argument and replaces a chunk of its members in each iteration.
 
     A loop that slices its arguments and collects the outputs holds the whole first argument twice, and copies the
-    result back at the end. `otherwise` is such a loop, for outputs that differ from the argument in shape or dtype.
-    With `totals`, the last output is added over the chunks.
+    result back at the end. `otherwise`, such a loop or all members at once, is used for outputs that differ from the
+    argument in shape or dtype. With `totals`, the last output is added over the chunks.
     """
     of_chunk = jax.jit(mapped, inline=True)  # traced only once, for its output shapes and for the loop
     count = -(-size // chunk)

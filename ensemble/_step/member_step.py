@@ -138,9 +138,7 @@ class MemberStep:
     ) -> tuple[dict[str, Any], Any, Any, tuple[Any, Any]]:
         """Return the metrics, the gradients of own and of shared parameters, and the own arrays after the loss."""
         trainable, rest, _, standing = arrays
-        drawn, batch = (own_keys(rest), own_keys(batch)) if split else (rest, batch)
-        # A new module for this trace: the loss may assign to its variables, which are read back below.
-        model = structure.merge(*with_shared(trainable, drawn, shared))
+        model, drawn, batch = _drawn(structure, trainable, rest, shared, batch, split)
         result = self._gradients_of(self.loss.of(standing.hyperparams))(model, *batch)
         if not isinstance(result, (tuple, list)) or len(result) != 2:
             expected, found = "a pair (value, gradients)", type(result).__name__
@@ -159,8 +157,7 @@ class MemberStep:
     ) -> tuple[jax.Array, tuple[dict[str, Any], tuple[Any, Any]]]:
         """Return the loss of one member, the metrics and the own arrays after the loss; to be differentiated."""
         _, rest, _, standing = arrays
-        drawn, batch = (own_keys(rest), own_keys(batch)) if split else (rest, batch)
-        model = structure.merge(*with_shared(trainable, drawn, shared))
+        model, drawn, batch = _drawn(structure, trainable, rest, shared, batch, split)
         metrics = self._metrics(self.loss.of(standing.hyperparams)(model, *batch))
         return metrics["loss"], (metrics, _left(structure, trainable, rest, drawn, shared, model))
 
@@ -170,6 +167,17 @@ class MemberStep:
             if name in self.loss.per_member or name in self.optimizer.per_member:
                 raise ValueError(_taken(name))
         return metrics
+
+
+def _drawn(
+    structure: Structure, trainable: Any, rest: Any, shared: SharedArrays | None, batch: Any, split: bool
+) -> tuple[Any, Any, Any]:
+    """Return a new module for this trace, to whose variables the loss may assign, its other arrays, and the batch.
+
+    With `split`, the keys of both are those of this part of the batch.
+    """
+    drawn, batch = (own_keys(rest), own_keys(batch)) if split else (rest, batch)
+    return structure.merge(*with_shared(trainable, drawn, shared)), drawn, batch
 
 
 def _left(

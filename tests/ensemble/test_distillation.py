@@ -141,6 +141,9 @@ def test_what_is_refused() -> None:
     many, ok = teacher(), {"steps": 1, **OPTIONS}
     with pytest.raises(TypeError, match="^targets: teacher must be an Ensemble or a Committee"):
         distill(linear(nnx.Rngs(0)), linear(nnx.Rngs(0)), X, **ok)
+    for nothing, error in ((3.0, TypeError), (X[:0], ValueError), ({"a": X, "b": X[:3]}, ValueError)):
+        with pytest.raises(error, match="^targets: "):
+            distill(many, linear(nnx.Rngs(0)), nothing, **ok)
     with pytest.raises(TypeError, match="^distill: student must be a model or an Ensemble"):
         distill(many, 3, X, **ok)
     with pytest.raises(ValueError, match=r"^loss: the student returns .*\(64, 2\).* let both have one shape"):

@@ -40,17 +40,17 @@ def as_arrays(api: str, name: str, tree: Any) -> Any:
     return jax.tree.unflatten(structure, arrays)
 
 
-def examples(api: str, data: Any) -> tuple[Any, int]:
+def examples(api: str, data: Any, argument: str = "data") -> tuple[Any, int]:
     """Return all examples as by `as_arrays`, and their number; raise if the arrays differ in length."""
-    data = as_arrays(api, "data", data)
+    data = as_arrays(api, argument, data)
     lengths: dict[str, int] = {}
     for path, x in jax.tree.leaves_with_path(data):
-        name = leaf_name("data", path)
+        name = leaf_name(argument, path)
         if not isinstance(x, (jax.Array, np.ndarray)) or not x.ndim:
             raise TypeError(f"{api}: `{name}` is {describe(x)}, not an array with the examples along axis 0; pass one.")
         lengths[name] = x.shape[0]
     if not lengths:
-        raise ValueError(f"{api}: data has no arrays, so there are no examples; pass arrays of examples.")
+        raise ValueError(f"{api}: {argument} has no arrays, so there are no examples; pass arrays of examples.")
     (first, count), *others = lengths.items()
     for name, length in others:
         if length != count:
