@@ -88,7 +88,9 @@ def _check_mean(step: MemberStep, layout: Layout, inputs: StepInputs, split: lis
             first(arguments, HashablePytree.of(axes)),
         )
         shared = None if state._shared is None else state._shared.arrays
-        ((arrays,), batch), shared = jax.tree.map(layout.place_shared, everywhere((of_first, shared)))
+        # One member has no axis of members, as if all shared it.
+        arrays, shared = layout.place_shared(everywhere((of_first[0][0], shared)))
+        batch = jax.tree.map(layout.copy, everywhere(of_first[1]))
     leaves, treedef = jax.tree.flatten(batch)
 
     def of_part(arrays: Arrays, *leaves: Any) -> Any:
@@ -106,7 +108,7 @@ def _check_mean(step: MemberStep, layout: Layout, inputs: StepInputs, split: lis
         of_parts = jax.vmap(of_part, in_axes, axis_name=DATA, axis_size=parts)
         with layout.context():
             cut = [x.reshape(parts, -1, *x.shape[1:]) if s else x for x, s in zip(leaves, split, strict=True)]
-            return jax.jit(of_parts, out_shardings=layout.shared)(arrays, *cut)
+            return jax.jit(of_parts, out_shardings=layout.copies)(arrays, *cut)
 
     both = zip(jax.tree.leaves_with_path(over(1)), jax.tree.leaves(over(layout.shards)), strict=True)
     for (path, of_whole), of_parts in both:

@@ -20,7 +20,7 @@ from ...transforms._core.target import device
 from ...transforms._models.hashable import HashablePytree
 from ...transforms._models.stacking import stack
 from ...transforms._runs.source import first_of
-from .._members.sharding import ENSEMBLE, Layout, within
+from .._members.sharding import ENSEMBLE, Layout, constrain, constrain_shared, within
 from .._members.shared import SharedArrays
 from .._members.strategy import Execution, over_members, take_member
 from .._step.joint_step import joint_step
@@ -212,7 +212,7 @@ class Executor:
         """Return the program of one member's step, with the values of its constants."""
         # The program that "auto" hashes and searches for convolutions. A loss may name an axis of the mesh, which
         # exists only inside `shard_map`, so its size is declared here.
-        axis_env = [] if self.layout is None else list(self.layout.mesh.shape.items())
+        axis_env = [] if self.layout is None else list(self.layout.named.items())
         step = partial(self._step, inputs.state._structure)
         return jax.make_jaxpr(step, axis_env=axis_env)(*inputs.of_member())
 
@@ -266,9 +266,11 @@ class Executor:
 
             specs = P(ENSEMBLE), P(ENSEMBLE), P(), *layout.batch_specs(batch, axes.value)
             arrays, metrics, *given = layout.on_each(on_device, *specs)(arrays, counts, shared, *batch)
-            given = jax.tree.map(lambda x: x.sum(0), given)
+            given = constrain_shared(jax.tree.map(lambda x: x.sum(0), given), layout)
         if given and trained is not None:
             trained = self._shared_step.update(trained, *given)
+        if layout is not None and layout.splits_models:
+            arrays, trained = constrain(arrays, layout), constrain_shared(trained, layout)
         return (arrays, trained), metrics
 
     def _step_of_member(self, static: tuple[Any, ...], arrays: Arrays, i: jax.Array, shared: Any, batches: Any) -> Any:

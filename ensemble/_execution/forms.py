@@ -101,8 +101,7 @@ def padded(state: State, layout: Layout) -> Padded:
         # Copies of a member instead of zeros: the loss of zeros may not be finite, and `jax_debug_nans` would raise for
         # a member that does not exist.
         arrays = _pad(arrays, layout, layout.padded(size) - size)
-    step, shared = jax.tree.map(layout.place_shared, (state.step, state._shared))
-    return Padded(state._structure, size, arrays, step, shared)
+    return Padded(state._structure, size, arrays, layout.copy(state.step), layout.place_shared(state._shared))
 
 
 def without_padding(rows: Any, size: int) -> Any:

@@ -56,7 +56,7 @@ def call_members(ens: Any, programs: dict[Any, Callable[..., Any]], args: Any, k
             programs[flat if is_flat else kind] = program
         return out
     with within(home):
-        arrays = list(map(layout.place_shared if layout else home.reach, arrays))
+        arrays = list(map(layout.copy if layout else home.reach, arrays))
         return program(ens.trainable, ens.rest, ens.shared, arrays)
 
 

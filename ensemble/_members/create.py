@@ -18,7 +18,7 @@ from ...transforms._core.prng import is_key
 from ...transforms._models.equinox import is_equinox
 from ...transforms._models.split_model import SplitModel, Structure, is_model, split
 from ...transforms._models.stacking import check_leaves, split_alike, stack, stack_models, strong
-from .sharding import ENSEMBLE, Layout, uncommitted
+from .sharding import ENSEMBLE, Layout, constrain, uncommitted
 from .shared import SharedArrays, check_equal, separate, shared_paths
 
 _REMEDY = "build all members with one configuration", "define it once, at module level, or use Ensemble.create"
@@ -83,8 +83,8 @@ def create_members(make: Callable[..., Any], size: int, seed: Any, mesh: Any, fi
     key = uncommitted(key)
     indices = layout.place(np.arange(size))
     with layout.context():
-        own = jax.jit(layout.on_each(make_some, P(ENSEMBLE)))(indices)
-        shared = jax.jit(share, out_shardings=layout.shared)()
+        own = jax.jit(lambda i: constrain(layout.on_each(make_some, P(ENSEMBLE))(i), layout))(indices)
+        shared = jax.jit(share, out_shardings=jax.tree.map(layout.of_shared, jax.eval_shape(share)))()
     return structures[0], *own, shared
 
 

@@ -1,7 +1,8 @@
 """Distribute members over devices: each device executes its own members, without communication between members.
 
 `shard_map` wraps the strategy, so that the compiler sees the program of one device; otherwise it would gather the
-members for convolutions. A mesh axis `data` splits the batch; over it, losses, gradients and metrics are averaged.
+members for convolutions. A mesh axis `data` splits the batch; over it, losses, gradients and metrics are averaged. An
+axis `model` splits the arrays of a member, and those that members share; what it sends is left to the compiler.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ...transforms._core.prng import is_key
 from ...transforms._models.split_model import dotted
 from ...transforms._runs.source import first_of
 
-ENSEMBLE, DATA = "ensemble", "data"
+ENSEMBLE, DATA, MODEL = "ensemble", "data", "model"
 
 
 @dataclass(frozen=True)
@@ -34,19 +35,20 @@ class Layout:
     """The devices over which the members of an ensemble are distributed.
 
     Attributes:
-      mesh: a mesh with an axis `ensemble` and, optionally, an axis `data`.
+      mesh: a mesh with an axis `ensemble` and, optionally, axes `data` and `model`.
     """
 
     mesh: Mesh | AbstractMesh
 
     @classmethod
     def of(cls, api: str, mesh: Any) -> Layout:
-        """Return the layout for a mesh of the user; raise if it has other axes than `ensemble` and `data`."""
+        """Return the layout for a mesh of the user; raise if it has other axes than the three."""
         if not isinstance(mesh, (Mesh, AbstractMesh)):
             expected = 'a jax.sharding.Mesh, such as jax.make_mesh((4,), ("ensemble",))'
             raise TypeError(f"{api}: mesh must be {expected}, but got {describe(mesh)}.")
-        if ENSEMBLE not in mesh.axis_names or not set(mesh.axis_names) <= {ENSEMBLE, DATA}:
-            expected, names = 'an axis "ensemble" and may have an axis "data"', ", ".join(map(repr, mesh.axis_names))
+        if ENSEMBLE not in mesh.axis_names or not set(mesh.axis_names) <= {ENSEMBLE, DATA, MODEL}:
+            expected = 'an axis "ensemble" and may have axes "data" and "model"'
+            names = ", ".join(map(repr, mesh.axis_names))
             raise ValueError(f"{api}: mesh must have {expected}, but its axes are {names}; rename them.")
         # Axes of type Auto: with Explicit axes JAX would check the sharding of each operation of the user's model.
         auto = (AxisType.Auto,) * len(mesh.axis_names)
@@ -65,7 +67,9 @@ class Layout:
         sharding = getattr(jax.tree.leaves(tree)[0], "sharding", None)
         if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh) or sharding.mesh.size == 1:
             return None
-        return cls(sharding.mesh) if tuple(sharding.spec)[:1] == (ENSEMBLE,) else None
+        # The compiler may leave out the name of an axis with one device.
+        is_one = sharding.mesh.shape.get(ENSEMBLE) == 1
+        return cls(sharding.mesh) if is_one or tuple(sharding.spec)[:1] == (ENSEMBLE,) else None
 
     @classmethod
     def home(cls, tree: Any) -> Layout | None:
@@ -85,15 +89,46 @@ class Layout:
         """Return the number of parts into which a batch is split."""
         return self.mesh.shape.get(DATA, 1)
 
-    def of_members(self, size: int) -> NamedSharding:
-        """Return the sharding of an array with `size` members along axis 0."""
+    @property
+    def named(self) -> dict[str, int]:
+        """Return the numbers of devices along the axes that the program of one device may name."""
+        return {name: size for name, size in self.mesh.shape.items() if name != MODEL}
+
+    @property
+    def splits_models(self) -> bool:
+        """Return whether arrays of one member are split."""
+        return self.mesh.shape.get(MODEL, 1) > 1
+
+    def of_members(self, x: Any) -> NamedSharding:
+        """Return the sharding of an array with the members along axis 0."""
         # JAX shards an axis only if the number of devices divides its length; otherwise every device has a copy.
-        return self.shared if size % self.devices else NamedSharding(self.mesh, P(ENSEMBLE))
+        size, *shape = x.shape
+        return self._sharding(None if size % self.devices else ENSEMBLE, *self._split(shape))
+
+    def of_shared(self, x: Any) -> NamedSharding:
+        """Return the sharding of an array that all members share."""
+        return self._sharding(*self._split(jnp.shape(x)))
 
     @cached_property
-    def shared(self) -> NamedSharding:
-        """Return the sharding of an array that all members share."""
-        return NamedSharding(self.mesh, P())
+    def copies(self) -> NamedSharding:
+        """Return the sharding of an array of which every device has a copy."""
+        return self._sharding()
+
+    def _sharding(self, *names: str | None) -> NamedSharding:
+        # Without names at the end that are None, since JAX compares shardings by them.
+        return NamedSharding(self.mesh, P(*names) if any(names) else P())
+
+    def _split(self, shape: Sequence[int]) -> tuple[str | None, ...]:
+        """Return the names for the axes of one member's array: `model` splits the longest that it divides evenly.
+
+        Of equals it splits the last one, the outputs of a kernel. Vectors, such as biases, are not split: an operation
+        with few numbers is shorter than the exchange that it may need.
+        """
+        parts = self.mesh.shape.get(MODEL, 1)
+        fitting = [(length, axis) for axis, length in enumerate(shape) if length and length % parts == 0]
+        if not self.splits_models or len(shape) < 2 or not fitting:
+            return ()
+        return *[None] * max(fitting)[1], MODEL
 
     def context(self) -> AbstractContextManager[Any]:
         """Return a context in which this mesh replaces the one that the user has set."""
@@ -111,16 +146,20 @@ class Layout:
 
     def place(self, tree: Any) -> Any:
         """Return `tree`, whose arrays have the members along axis 0, with each row on the device of its member."""
-        return jax.tree.map(lambda x: move(x, self.of_members(len(x))), tree)
+        return jax.tree.map(lambda x: move(x, self.of_members(x)), tree)
 
-    def place_shared(self, x: Any) -> jax.Array:
+    def place_shared(self, tree: Any) -> Any:
+        """Return `tree`, whose arrays all members share, on the devices."""
+        return jax.tree.map(lambda x: move(x, self.of_shared(x)), tree)
+
+    def copy(self, x: Any) -> jax.Array:
         """Return the array with a copy on every device."""
-        return move(x, self.shared)
+        return move(x, self.copies)
 
     def reach(self, x: Any) -> jax.Array:
         """Return the array unchanged if it lies on these devices, else with a copy on every device."""
         sharding = getattr(x, "sharding", None)
-        return x if getattr(sharding, "mesh", None) == self.mesh else self.place_shared(x)
+        return x if getattr(sharding, "mesh", None) == self.mesh else self.copy(x)
 
     def place_batch(self, batch: Any, axes: Sequence[Axes], size: int, stacked: bool = False) -> Any:
         """Return the batch of `size` members with each array on the devices that need it, padded like the members.
@@ -168,7 +207,9 @@ class Layout:
         """Return `fun` executed on each device, on the parts of its arguments that `specs` assign to the device."""
         # Without the check of which values vary over devices (`check_vma`): it rejects a loop whose carry begins as
         # zeros, equal on all devices, and ends as values that differ. Models of users contain such loops.
-        return jax.shard_map(fun, mesh=self.mesh, in_specs=specs, out_specs=P(ENSEMBLE), check_vma=False)
+        # The axis `model` is left to the compiler: in the program, arrays have their whole length along it.
+        options: Any = {"mesh": self.mesh, "axis_names": set(self.named), "check_vma": False}
+        return jax.shard_map(fun, in_specs=specs, out_specs=P(ENSEMBLE), **options)
 
 
 def within(layout: Layout | None) -> AbstractContextManager[Any]:
@@ -180,7 +221,14 @@ def constrain(tree: Any, layout: Layout | None) -> Any:
     """Place `tree` as `Layout.place` does, but inside a program; without a layout, return it unchanged."""
     if layout is None:
         return tree
-    return jax.tree.map(lambda x: lax.with_sharding_constraint(x, layout.of_members(len(x))), tree)
+    return jax.tree.map(lambda x: lax.with_sharding_constraint(x, layout.of_members(x)), tree)
+
+
+def constrain_shared(tree: Any, layout: Layout) -> Any:
+    """Place `tree` as `Layout.place_shared` does, but inside a program; without a split, return it unchanged."""
+    if not layout.splits_models:
+        return tree
+    return jax.tree.map(lambda x: lax.with_sharding_constraint(x, layout.of_shared(x)), tree)
 
 
 def pad(x: jax.Array, axis: int, more: int) -> jax.Array:

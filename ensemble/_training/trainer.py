@@ -6,7 +6,6 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -27,7 +26,7 @@ from .._execution.forms import stacked
 from .._execution.stepper import Stepper
 from .._members.ensemble import Ensemble, M
 from .._members.rows import copied_rows
-from .._members.sharding import Layout
+from .._members.sharding import Layout, constrain
 from .._members.strategy import Execution, Strategy, check_execution
 from .._step.loss import MemberLoss
 from .._step.member_status import MemberStatus
@@ -212,9 +211,9 @@ class Trainer:
             arrays = copied_rows(layout.place((ensemble.trainable, ensemble.rest)))
             # Compiled with its sharding: each device creates the optimizer state of its own members, without
             # communication.
-            init = jax.jit(partial(self._optimizer.init, size=size), out_shardings=layout.of_members(size))
+            init = jax.jit(lambda trainable: constrain(self._optimizer.init(trainable, size), layout))
             arrays = *arrays, init(arrays[0]), layout.place(standing)
-            step, shared = copied_rows(jax.tree.map(layout.place_shared, (step, shared)))
+            step, shared = copied_rows((layout.copy(step), layout.place_shared(shared)))
             return TrainState._of_arrays(ensemble.structure, arrays, step, shared)
 
     def step(self, state: TrainState[M], batch: Any) -> tuple[TrainState[M], dict[str, jax.Array]]:

@@ -70,7 +70,8 @@ class LossOfMembers:
         if layout is not None:
             arrays = padded(state, layout).arrays
         if home is not None:
-            leaves, shared = jax.tree.map(layout.place_shared if layout is not None else home.reach, (leaves, shared))
+            leaves = jax.tree.map(home.reach if layout is None else home.copy, leaves)
+            shared = jax.tree.map(home.reach, shared) if layout is None else home.place_shared(shared)
         # "loop" is no single program, and a validation has no need for one program for each member. In a compiled loop,
         # XLA is slow at convolutions.
         if execution.strategy == "loop":

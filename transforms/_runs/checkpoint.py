@@ -29,6 +29,7 @@ from .._core.prng import is_key
 from .._models.split_model import dotted
 from . import array_store
 from .atomic_write import sync
+from .held_rows import as_saved, members_held, members_on_devices, rows, stacked
 from .processes import Damaged, Group
 
 # For each array of a part its path, shape and dtype, and the stored shape and dtype; see `outline`.
@@ -115,13 +116,13 @@ class Checkpoint:
           outlines: for each part the result of `outline` for its arrays.
           size: the number of members.
         """
-        members = _members_on_devices([like for like in likes.values() if rows(like, size) == size], size)
+        members = members_on_devices([like for like in likes.values() if rows(like, size) == size], size)
 
         def of_part(part: str, like: Any) -> Any:
             mine = members if rows(like, size) == size else [0]
             found, (leaves, structure) = self._read(part, outlines[part], mine, size), jax.tree.flatten(like)
             arrays = (
-                _stacked(leaf, x["dtype"], row) for leaf, x, row in zip(leaves, outlines[part], found, strict=True)
+                stacked(leaf, x["dtype"], row) for leaf, x, row in zip(leaves, outlines[part], found, strict=True)
             )
             return jax.tree.unflatten(structure, arrays)
 
@@ -130,7 +131,7 @@ class Checkpoint:
     def member(self, i: int, part: str, expected: Outline) -> list[jax.Array]:
         """Return the arrays of one part of one member; raise if they differ from `expected`. No others are read."""
         rows = self._read(part, expected, [i], self.manifest["size"])
-        return [_as_saved(row[i], entry["dtype"]) for row, entry in zip(rows, expected, strict=True)]
+        return [as_saved(row[i], entry["dtype"]) for row, entry in zip(rows, expected, strict=True)]
 
     def _read(self, part: str, expected: Outline, members: list[int], size: int) -> list[dict[int, np.ndarray]]:
         """Return for each expected array of a part a dict from members to stored arrays."""
@@ -209,13 +210,12 @@ def write(
     unfinished = path.parent / f".{path.name}.{group.gather(uuid.uuid4().hex)[0]}.unfinished"
     try:
 
-        def prepare() -> dict[str, list[dict[int, tuple[Any, int]]]]:
-            """Create the directory in the first process; return the members whose arrays this process has."""
+        def prepare() -> None:
+            """Create the directory in the first process."""
             if group.is_first:
                 _check_replaceable(api, path)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 unfinished.mkdir()
-            return {part: [members_held(x, count[part]) for x in jax.tree.leaves(tree)] for part, tree in parts.items()}
 
         def write_members() -> dict[str, Any]:
             """Write the members that this process owns; return their checksums and file sizes for the manifest."""
@@ -261,7 +261,8 @@ def write(
 
         # All processes finish each step before any starts the next: the directory exists before others write into it,
         # and all arrays are written before the first process renames it.
-        held = group.agree(prepare)
+        group.agree(prepare)
+        held = {part: [members_held(x, count[part]) for x in jax.tree.leaves(tree)] for part, tree in parts.items()}
         all_held = [leaf for part, leaves in held.items() if count[part] == size for leaf in leaves]
         whole = [i for i in range(size) if all(i in leaf for leaf in all_held)]
         # The first process that has all arrays of a member writes them.
@@ -269,67 +270,12 @@ def write(
         owners = [next((process for process, members in holders if i in members), None) for i in range(size)]
         if None in owners:
             lost = owners.index(None)
-            raise ValueError(f"{api}: no process has all of member {lost}; shard all arrays alike along axis 0 alone.")
+            raise ValueError(f"{api}: no process has all of member {lost}; shard all arrays alike along axis 0.")
         written = group.gather(group.agree(write_members))
         group.agree(finish)
     finally:
         if group.is_first:
             shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def rows(tree: Any, size: int) -> int:
-    """Return the number of rows of a part, for an ensemble of `size` members."""
-    leaves = jax.tree.leaves(tree)
-    return int(leaves[0].shape[0]) if leaves else size
-
-
-def members_held(leaf: Any, size: int) -> dict[int, tuple[Any, int]]:
-    """Return for each member that is complete in this process an array that contains it, and its index there."""
-    leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf  # shards of keys are indexed like their data
-    if getattr(leaf, "is_fully_addressable", True):
-        return {i: (leaf, i) for i in range(size)}
-    return {
-        i: (shard.data, place)
-        for shard in leaf.addressable_shards
-        if all(i.indices(n) == (0, n, 1) for i, n in zip(shard.index[1:], leaf.shape[1:], strict=True))
-        for place, i in enumerate(range(*shard.index[0].indices(size)))
-    }
-
-
-def _members_on_devices(tree: Any, size: int) -> list[int]:
-    """Return the members that this process needs to create its shards of a tree like this one."""
-    leaves = jax.tree.leaves(tree)
-    if not all(map(_is_spread, leaves)):
-        return list(range(size))
-    parts = [x.sharding.addressable_devices_indices_map(x.shape).values() for x in leaves]
-    return sorted({i for indices in parts for index in indices for i in range(*index[0].indices(size))})
-
-
-def _stacked(like: Any, dtype: str, rows: Mapping[int, np.ndarray]) -> jax.Array:
-    """Return the stacked array of members, sharded as `like`."""
-    if not _is_spread(like):
-        return _as_saved(np.stack([rows[i] for i in range(len(rows))]), dtype)
-    size = like.shape[0]
-
-    def of_shard(index: Any) -> np.ndarray:
-        members, *others = index
-        return np.stack([rows[i] for i in range(*members.indices(size))])[(slice(None), *others)]
-
-    # The sharding of keys applies to their data too, which has additional trailing axes.
-    shape = (size, *next(iter(rows.values())).shape)
-    return _as_saved(jax.make_array_from_callback(shape, like.sharding, of_shard), dtype)
-
-
-def _as_saved(data: Any, dtype: str) -> jax.Array:
-    """Return stored data as an array, converted back to keys if it was an array of keys."""
-    if not dtype.startswith("key<"):
-        return jnp.asarray(data)
-    return jax.random.wrap_key_data(jnp.asarray(data), impl=dtype.removeprefix("key<").removesuffix(">"))
-
-
-def _is_spread(leaf: Any) -> bool:
-    sharding = getattr(leaf, "sharding", None)
-    return sharding is not None and len(sharding.device_set) > 1
 
 
 def _name(i: int, part: str, j: int) -> str:

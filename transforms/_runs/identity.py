@@ -17,7 +17,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from .._core.machine import processor
 from .._core.prng import is_key
 from .._core.version import __version__
-from .checkpoint import Checkpoint, OtherStructure, members_held, rows
+from .checkpoint import Checkpoint, OtherStructure
+from .held_rows import members_held, rows
 from .processes import Damaged, Group
 
 # Of larger data, evenly spaced rows of this many bytes in total are compared.

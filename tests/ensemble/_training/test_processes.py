@@ -9,6 +9,7 @@ import subprocess
 import sys
 import traceback
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,20 @@ class Model(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.dense(x)
+
+
+class TwoLayers(nnx.Module):
+    """A layer that members share, and one of their own."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.trunk, self.head = nnx.Linear(3, 4, rngs=rngs), nnx.Linear(4, 2, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(jnp.tanh(self.trunk(x)))
+
+
+def sharing(mesh: Any = None) -> Ensemble:
+    return Ensemble.create(TwoLayers, 4, seed=0, mesh=mesh, shared="trunk")
 
 
 def loss(model: Any, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -197,6 +212,21 @@ def run(root: Path) -> dict[str, Any]:
             load(root / "other", ensemble)
 
     @check
+    def splits_each_member() -> None:
+        """Within each process, and across both, which then put kernels together to write them."""
+        for name, held_by in (("within", devices.reshape(2, 2)), ("across", devices.reshape(2, 2).T)):
+            mesh = Mesh(held_by, ("ensemble", "model"))
+            trainer = Trainer(loss, optax.adam(0.1), strategy="vmap", mesh=mesh)
+            options: dict[str, Any] = {"progress": False, "checkpoint_dir": root / name, "checkpoint_every": 1}
+            trainer.fit(trainer.init(sharing(mesh)), BATCHES[:2], **options)
+            state, _ = trainer.fit(trainer.init(sharing(mesh)), BATCHES, **options)
+            kernels = state.ensemble.trainable["head"]["kernel"], state.ensemble.shared.trainable["trunk"]["kernel"]
+            assert [x.addressable_shards[0].data.shape for x in kernels] == [(2, 2, 2), (3, 2)]
+            again = load(root / name / "step_00000004", trainer.init(sharing(mesh)))
+            for mine, theirs in zip(held(again), held(state), strict=True):
+                np.testing.assert_array_equal(mine, theirs)
+
+    @check
     def own_files() -> None:
         """A process saves and loads its local arrays alone."""
         mine = jax.tree.map(lambda x: x + jax.process_index(), members(2).trainable)
@@ -248,7 +278,15 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("process", [0, 1])
 @pytest.mark.parametrize(
     "name",
-    ["trains_and_goes_on_elsewhere", "pads", "members_stop_and_leave", "validates", "fails_together", "own_files"],
+    [
+        "trains_and_goes_on_elsewhere",
+        "pads",
+        "members_stop_and_leave",
+        "validates",
+        "fails_together",
+        "splits_each_member",
+        "own_files",
+    ],
 )
 def test_two_processes(root: Path, name: str, process: int) -> None:
     found = json.loads((root / f"found {process}").read_text())
@@ -267,6 +305,15 @@ def test_one_process_loads_a_checkpoint_of_two(root: Path, name: str, size: int)
         numbers(nnx.state(load_member(path, 3, state))), numbers(nnx.state(expected.ensemble[3])), strict=True
     ):
         np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["within", "across"])
+def test_one_process_loads_members_that_were_split(root: Path, name: str) -> None:
+    trainer = Trainer(loss, optax.adam(0.1), strategy="vmap")
+    expected, _ = trainer.fit(trainer.init(sharing()), BATCHES, progress=False)
+    path = root / "files" / name / "step_00000004"
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), load(path, trainer.init(sharing())), expected)
+    assert isinstance(load_member(path, 1, expected), TwoLayers)
 
 
 @pytest.mark.filterwarnings("ignore:Trainer.fit")

@@ -304,27 +304,51 @@ def test_validation_uses_the_shared_part() -> None:
 
 
 ON_EIGHT = """
-import jax, jax.numpy as jnp, numpy as np, optax, re
+import jax, jax.numpy as jnp, numpy as np, optax, re, tempfile
 from jax.sharding import PartitionSpec as P
 from plurax.ensemble import Ensemble, Trainer, load, save
 from tests.ensemble._training import test_shared_training as own
-for shape, axes, size in (((4,), ("ensemble",), 6), ((4,), ("ensemble",), 8), ((4, 2), ("ensemble", "data"), 4)):
+MESHES = [
+    ((4,), ("ensemble",), 6),
+    ((4,), ("ensemble",), 8),
+    ((4, 2), ("ensemble", "data"), 4),
+    ((4, 2), ("ensemble", "model"), 6),
+    ((1, 2), ("ensemble", "model"), 3),
+    ((2, 2, 2), ("ensemble", "data", "model"), 4),
+]
+for shape, axes, size in MESHES:
     mesh = jax.make_mesh(shape, axes)
+    split = 2 if "model" in axes else 1
     ens = Ensemble.create(own.Net, size, seed=0, shared="trunk")
     one = own.trained(Trainer(own.loss, optax.adam(0.05), strategy="vmap"), ens)
     trainer = Trainer(own.loss, optax.adam(0.05), strategy="vmap", mesh=mesh)
     many = own.trained(trainer, ens)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), many, one)
     assert own._bias(many).sharding.is_fully_replicated
+    for of_shared in (many.ensemble.shared.trainable, many.shared_opt_state[0].mu):
+        assert of_shared["trunk"]["kernel"].addressable_shards[0].data.shape == (4, 6 // split)
+    head = many.ensemble.trainable["head"]["kernel"]
+    assert head.addressable_shards[0].data.shape == (size if size % shape[0] else size // shape[0], 6 // split, 3)
     np.testing.assert_allclose(many.ensemble(own.X), one.ensemble(own.X), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(many.ensemble[1](own.X), one.ensemble[1](own.X), rtol=1e-4, atol=1e-5)
     with_nans = own.trained(trainer, own.spoiled(ens, 1))
     expected = own.trained(Trainer(own.loss, optax.adam(0.05), strategy="vmap"), own.spoiled(ens, 1))
     assert with_nans.standing.stopped.tolist() == [0, 1] + [0] * (size - 2)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), with_nans, expected)
-    fitted, _ = trainer.fit(trainer.init(ens), [(own.X, own.Y)] * own.STEPS, progress=False)
+    fitted, history = trainer.fit(
+        trainer.init(ens), [(own.X, own.Y)] * own.STEPS, progress=False, validation=(own.X, own.Y), validate_every=own.STEPS
+    )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), fitted, one)
-    if size % 4:
+    expected = [float(own.loss(member, own.X, own.Y)) for member in fitted.ensemble]
+    last = [row["validation_loss"] for row in history if "validation_loss" in row]
+    np.testing.assert_allclose(last, expected, rtol=1e-4)
+    with tempfile.TemporaryDirectory() as place:
+        save(place + "/state", fitted)
+        again = load(place + "/state", trainer.init(ens))
+        jax.tree.map(np.testing.assert_array_equal, again, fitted)
+        there = {len(x.sharding.device_set) for x in jax.tree.leaves(again)}
+        assert there == {mesh.size}, there
+    if size % shape[0]:
         continue
     made = Ensemble.create(own.Net, size, seed=0, shared="trunk", mesh=mesh)
     np.testing.assert_allclose(made(own.X), ens(own.X), rtol=1e-5, atol=1e-6)
@@ -346,6 +370,7 @@ def test_eight_devices_are_as_one_and_add_up_gradients_only() -> None:
         check=False,
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    first, second = run.stdout.splitlines()
+    first, second, *split = run.stdout.splitlines()
     assert set(first.split("[")[1].strip("]").replace("'", "").split(", ")) == {"all-reduce"}
     assert set(second.split("[")[1].strip("]").replace("'", "").split(", ")) == {"all-reduce"}
+    assert len(split) == 2  # what these send among the devices of a member is the compiler's choice

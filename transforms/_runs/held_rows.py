@@ -1,0 +1,81 @@
+"""The rows of stacked arrays that this process holds or needs: which members it writes into a checkpoint, and reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .._core.prng import is_key
+
+
+def rows(tree: Any, size: int) -> int:
+    """Return the number of rows of a part, for an ensemble of `size` members."""
+    leaves = jax.tree.leaves(tree)
+    return int(leaves[0].shape[0]) if leaves else size
+
+
+def members_held(leaf: Any, size: int) -> dict[int, tuple[Any, int]]:
+    """Return for each member that is complete in this process an array that contains it, and its index there.
+
+    Rows that are split over devices are put together first, by all processes, one array at a time.
+    """
+    leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf  # shards of keys are indexed like their data
+    if getattr(leaf, "is_fully_addressable", True):
+        return {i: (leaf, i) for i in range(size)}
+    whole = _with_whole_rows(leaf)
+    return {
+        # A copy of rows put together leaves the devices at once, since it may not fit there beside others.
+        i: (shard.data if whole is leaf else np.asarray(shard.data), place)
+        for shard in {str(shard.index): shard for shard in whole.addressable_shards}.values()
+        if all(i.indices(n) == (0, n, 1) for i, n in zip(shard.index[1:], leaf.shape[1:], strict=True))
+        for place, i in enumerate(range(*shard.index[0].indices(size)))
+    }
+
+
+def _with_whole_rows(x: jax.Array) -> jax.Array:
+    """Return the array with its sharding along axis 0 alone."""
+    if not isinstance(x.sharding, NamedSharding) or not any(x.sharding.spec[1:]):
+        return x
+    sharding = NamedSharding(x.sharding.mesh, PartitionSpec(*x.sharding.spec[:1]))
+    return jax.jit(lambda x: x, out_shardings=sharding)(x)
+
+
+def members_on_devices(tree: Any, size: int) -> list[int]:
+    """Return the members that this process needs to create its shards of a tree like this one."""
+    leaves = jax.tree.leaves(tree)
+    if not all(map(_is_spread, leaves)):
+        return list(range(size))
+    parts = [x.sharding.addressable_devices_indices_map(x.shape).values() for x in leaves]
+    return sorted({i for indices in parts for index in indices for i in range(*index[0].indices(size))})
+
+
+def stacked(like: Any, dtype: str, rows: Mapping[int, np.ndarray]) -> jax.Array:
+    """Return the stacked array of members, sharded as `like`."""
+    if not _is_spread(like):
+        return as_saved(np.stack([rows[i] for i in range(len(rows))]), dtype)
+    size = like.shape[0]
+
+    def of_shard(index: Any) -> np.ndarray:
+        members, *others = index
+        return np.stack([rows[i] for i in range(*members.indices(size))])[(slice(None), *others)]
+
+    # The sharding of keys applies to their data too, which has additional trailing axes.
+    shape = (size, *next(iter(rows.values())).shape)
+    return as_saved(jax.make_array_from_callback(shape, like.sharding, of_shard), dtype)
+
+
+def as_saved(data: Any, dtype: str) -> jax.Array:
+    """Return stored data as an array, converted back to keys if it was an array of keys."""
+    if not dtype.startswith("key<"):
+        return jnp.asarray(data)
+    return jax.random.wrap_key_data(jnp.asarray(data), impl=dtype.removeprefix("key<").removesuffix(">"))
+
+
+def _is_spread(leaf: Any) -> bool:
+    sharding = getattr(leaf, "sharding", None)
+    return sharding is not None and len(sharding.device_set) > 1
