@@ -125,7 +125,8 @@ class Ensemble(Generic[M]):
             Alternatively one seed per member, as a list of ints or keys or as an array of keys (size,): member i is
             `make(nnx.Rngs(seed[i]))`, to an ulp, so equal seeds give equal members.
           mesh: a `jax.sharding.Mesh` with an axis "ensemble". Each device along that axis creates and holds only its
-            own members; devices along an axis "data" hold copies. A mesh may span several processes.
+            own members; devices along an axis "data" hold copies, and along an axis "model" parts of each kernel. A
+            mesh may span several processes.
           shared: as for `stack`; the variables of member 0 are taken.
 
         Returns:

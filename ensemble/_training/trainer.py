@@ -81,6 +81,8 @@ class Trainer:
         only its own members. With an axis "data", every array of the batch is split too, along its first axis that does
         not index members; losses, gradients and other reported scalars are averaged over the parts. Therefore the loss
         must be a mean over the examples. The first batch is checked for this, unless the loss draws random numbers.
+        An axis "model" splits the arrays of each member, and those that members share, but for vectors, along their
+        longest axis that it divides; the compiler decides what its devices exchange.
         A mesh may span several processes, each of which passes the same batches. "loop" is executed as "unroll". With a
         `jax.sharding.AbstractMesh`, calls can only be traced, as for `program.compile_for`.
       tune_seconds: how long the steps that "auto" takes with slower candidates may take in total beyond the time of the

@@ -144,6 +144,22 @@ state = jax.eval_shape(lambda: trainer.init(Ensemble.create(make, 16, seed=0, sh
 shardings = lambda x: P("ensemble") if x.ndim and x.shape[0] == 16 else None, None
 found = compile_for(trainer.step, sys.argv[1], state, shape(32, 64), mesh={"ensemble": 4}, shardings=shardings)
 assert [tuple(x) for x in found.collectives] == [("all-reduce", 1, 4 * (64 * 32 + 32 + 1))], found.collectives
+
+# An axis "model" halves what a device holds of a layer that they share, and of its optimizer state.
+def on(**axes):
+    trainer = Trainer(loss, optax.adam(1e-3), mesh=AbstractMesh(tuple(axes.values()), tuple(axes)))
+    wide = lambda rngs: nnx.Sequential(nnx.Linear(64, 8192, rngs=rngs), nnx.tanh, nnx.Linear(8192, 3, rngs=rngs))
+    state = jax.eval_shape(lambda: trainer.init(Ensemble.create(wide, 4, seed=0, shared="layers.0")))
+    of = {(64, 8192): P(None, "model"), (4, 8192, 3): P("ensemble", "model")}
+    name = lambda x: of.get(x.shape, P("ensemble") if x.shape[:1] == (4,) else P())
+    shardings = (name if "model" in axes else lambda x: P("ensemble") if x.shape[:1] == (4,) else P()), None
+    return compile_for(trainer.step, sys.argv[1], state, shape(32, 64), mesh=axes, shardings=shardings)
+
+whole, split = on(ensemble=2), on(ensemble=2, model=2)
+kernels = 3 * 4 * (64 * 8192 + 2 * 8192 * 3)  # of a device with two members, with Adam's moments
+assert whole.arguments - split.arguments == kernels / 2, (whole.arguments, split.arguments)
+assert whole.outputs - split.outputs == kernels / 2, (whole.outputs, split.outputs)
+assert split.temporaries <= whole.temporaries, (split.temporaries, whole.temporaries)
 """
 
 
