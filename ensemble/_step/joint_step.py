@@ -22,7 +22,7 @@ from .._members.shared import SharedArrays
 from .._members.strategy import take_member
 from .member_status import finite
 from .member_step import MemberStep, averaged
-from .shared_step import Contribution
+from .shared_step import Contribution, summable
 from .state import Arrays
 
 
@@ -60,7 +60,7 @@ def joint_step(
         trains = arrays[3].trains & counts
         total, also = lax.cond(
             finite(total) & (are_finite | ~trains).all(),
-            lambda: (total, jnp.ones(size, bool)),
+            lambda: (summable(total), jnp.ones(size, bool)),
             lambda: _one_by_one(step, structure, in_axes, split, args, trains & are_finite),
         )
         are_finite = are_finite & also
@@ -115,4 +115,4 @@ def _one_by_one(
         _, mine = Contribution.of(counts[i] & is_finite, gradients)
         return jax.tree.map(jnp.add, total, mine), is_finite
 
-    return lax.scan(added, jax.tree.map(jnp.zeros_like, args[2].trainable), jnp.arange(len(counts)))
+    return lax.scan(added, summable(jax.tree.map(jnp.zeros_like, args[2].trainable)), jnp.arange(len(counts)))

@@ -21,7 +21,7 @@ class Contribution(NamedTuple):
 
     Attributes:
       number: how many members count: those that train and whose loss and gradients are finite.
-      gradients: the sum of their gradients by the shared parameters.
+      gradients: the sum of their gradients by the shared parameters, those in float16 as float32.
     """
 
     number: jax.Array
@@ -30,7 +30,13 @@ class Contribution(NamedTuple):
     @classmethod
     def of(cls, counts: jax.Array, gradients: Any) -> Contribution:
         """Return the contribution of one member."""
-        return cls(counts.astype(jnp.float32), jax.tree.map(lambda g: jnp.where(counts, g, 0), gradients))
+        gradients = jax.tree.map(lambda g: jnp.where(counts, g, 0), gradients)
+        return cls(counts.astype(jnp.float32), summable(gradients))
+
+
+def summable(gradients: Any) -> Any:
+    """Return gradients in a dtype in which a sum of finite ones is finite: float16 ends at 65,504."""
+    return jax.tree.map(lambda g: g.astype(jnp.float32) if g.dtype == jnp.float16 else g, gradients)
 
 
 class SharedStep:
@@ -72,7 +78,11 @@ class SharedStep:
         trainable, opt_state = trained
 
         def updated() -> Trained:
-            mean = jax.tree.map(lambda g: g / jnp.maximum(given.number, 1).astype(g.dtype), given.gradients)
+            mean = jax.tree.map(
+                lambda g, x: (g / jnp.maximum(given.number, 1).astype(g.dtype)).astype(x.dtype),
+                given.gradients,
+                trainable,
+            )
             updates, state = self._transform.update(mean, opt_state, trainable)
             return optax.apply_updates(trainable, updates), state
 

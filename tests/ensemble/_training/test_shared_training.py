@@ -274,6 +274,23 @@ def test_a_step_holds_one_trunk_and_one_gradient_of_it(frozen: bool, options: An
     assert memory.temp_size_in_bytes < (1 if frozen else 4) * trunk
 
 
+@pytest.mark.parametrize("options", [{"strategy": "vmap"}, {"strategy": "map"}, {"chunk_size": 2}])
+def test_a_sum_of_gradients_beyond_float16_has_a_mean(options: Any) -> None:
+    class Product(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.own, self.trunk = (nnx.Param(jnp.ones(3, jnp.float16)) for _ in range(2))
+
+    def product(model: Any, x: Any) -> Any:
+        return (model.own * (model.trunk - jax.lax.stop_gradient(model.trunk)) * x).sum()  # 0, with the gradient x
+
+    trainer = Trainer(product, optax.sgd(2.0**-14), **options)
+    state = trainer.init(Ensemble.create(Product, 3, seed=0, shared="trunk"))
+    x = np.array([1, 30_000, 60_000], np.float16)
+    after = trainer.step(state, x)[0].ensemble.shared.trainable["trunk"]
+    assert after.dtype == jnp.float16
+    np.testing.assert_allclose(after, 1 - x.astype(np.float32) * 2.0**-14, rtol=1e-3)
+
+
 def test_populations_and_restarts_keep_the_shared_part() -> None:
     trainer = Trainer(loss, optax.sgd(0.1), strategy="vmap")
     state = trained(trainer, created(), 1)
@@ -335,9 +352,8 @@ for shape, axes, size in MESHES:
     expected = own.trained(Trainer(own.loss, optax.adam(0.05), strategy="vmap"), own.spoiled(ens, 1))
     assert with_nans.standing.stopped.tolist() == [0, 1] + [0] * (size - 2)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), with_nans, expected)
-    fitted, history = trainer.fit(
-        trainer.init(ens), [(own.X, own.Y)] * own.STEPS, progress=False, validation=(own.X, own.Y), validate_every=own.STEPS
-    )
+    watched = {"validation": (own.X, own.Y), "validate_every": own.STEPS}
+    fitted, history = trainer.fit(trainer.init(ens), [(own.X, own.Y)] * own.STEPS, progress=False, **watched)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), fitted, one)
     expected = [float(own.loss(member, own.X, own.Y)) for member in fitted.ensemble]
     last = [row["validation_loss"] for row in history if "validation_loss" in row]
