@@ -629,10 +629,10 @@ class Test_meshes_that_are_refused:
                 call()
 
     def test_other_axes(self) -> None:
-        for names in (("members",), ("ensemble", "model"), ("data",)):
+        for names in (("members",), ("ensemble", "layers"), ("data",), ("model",)):
             mesh = jax.make_mesh((1,) * len(names), names)
             with pytest.raises(
-                ValueError, match=r"mesh must have an axis \"ensemble\" and may have an axis \"data\", bu"
+                ValueError, match=r"mesh must have an axis \"ensemble\" and may have axes \"data\" and \"model\", bu"
             ):
                 Trainer(square, optax.sgd(0.1), mesh=mesh)
 
