@@ -195,6 +195,7 @@ def test_candidates_alternate(measure):
     assert [len(times[x]["turns"]) for x in "ab"] == [3, 3]
 
 
+@pytest.mark.slow
 def test_a_report_is_written_and_rendered(measure, here, monkeypatch):
     monkeypatch.setattr(render, "PICTURES", {})
     report = measure.Report("sparse", options(), "flax", "no-such-library")

@@ -68,6 +68,7 @@ def test_means_are_those_of_the_parameters() -> None:
     close(averages.mean(state).trainable, exponential)
 
 
+@pytest.mark.slow
 def test_rates_of_their_own_and_other_strategies() -> None:
     rates = {"learning_rate": [0.1, 0.05, 0.01]}
     make = lambda learning_rate: averages.collect(optax.sgd(learning_rate), start=5, snapshots=3)

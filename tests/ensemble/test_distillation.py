@@ -86,6 +86,7 @@ def test_a_dirichlet_head_learns_the_disagreement() -> None:
     assert told > 0.8, told
 
 
+@pytest.mark.slow
 def test_a_gaussian_head_has_the_variance_of_the_mixture() -> None:
     slopes = [jnp.asarray(w) for w in RNG.normal(size=(6, 3)).astype(np.float32)]
     members = Ensemble.from_apply(lambda w, x: (x @ w, jnp.full(len(x), 0.5)), slopes)

@@ -26,6 +26,7 @@ def test_the_checks_of_scikit_learn(estimator: Any, check: Any) -> None:
     check(estimator)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["mlp", "tabm"])
 def test_classifiers_in_pipelines_searches_and_cross_validation(model: Any) -> None:
     x, y = load_wine(return_X_y=True)

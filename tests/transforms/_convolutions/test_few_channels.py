@@ -95,6 +95,7 @@ class LeNet(nnx.Module):
         return self.out(nnx.relu(self.second(x)).mean((1, 2)))
 
 
+@pytest.mark.slow
 def test_an_ensemble_calls_its_members_with_products_and_has_their_derivatives():
     ens, x = Ensemble.create(LeNet, 3, seed=0), normal(0, 4, 10, 8, 1)
     assert convolutions(lambda ens, x: ens(x), ens, x) == 0

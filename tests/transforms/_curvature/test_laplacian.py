@@ -201,6 +201,7 @@ def test_modules() -> None:
     np.testing.assert_allclose(laplacian(nnx.view(model))(X), hessian_trace(model)(X), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_under_vmap_and_grad() -> None:
     rows = jnp.asarray(np.stack([X, X + 1, 2 * X]))
     fun = lambda x: jnp.sum(jnp.tanh(x @ W) ** 2) * x[0]

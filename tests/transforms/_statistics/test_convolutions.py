@@ -39,6 +39,7 @@ def convolutions(fun: Any, *args: Any, **kwargs: Any) -> int:
     return jax.jit(fun).lower(*args, **kwargs).as_text().count("stablehlo.convolution")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 2])
 def test_chunks_have_none_and_give_the_same(groups: int) -> None:
     loss, kernel = loss_of(groups), KERNELS[groups].astype(np.float32)

@@ -56,6 +56,7 @@ def test_equal_to_held_gradients() -> None:
     assert_gram(jax.jit(GRAM)(p, *xy), rows, rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 4, 9])
 def test_with_another_batch(size: int) -> None:
     p, xy, other = parameters(), batch(), batch(size)
@@ -63,6 +64,7 @@ def test_with_another_batch(size: int) -> None:
     assert_gram(found, rows_of(p, *xy), rows_of(p, *other))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"chunk_size": n} for n in (1, 3, 7, 20)] + [{"memory_budget": "60KiB"}])
 def test_chunks_change_nothing(options: Any) -> None:
     p, xy, other = parameters(), batch(), batch(4)
@@ -76,6 +78,7 @@ def test_a_budget_that_nothing_fits_into() -> None:
         per_sample_gram(loss, batch_argnums=(1, 2), memory_budget=1)(parameters(), *batch())
 
 
+@pytest.mark.slow
 def test_an_empty_batch() -> None:
     p, xy, empty = parameters(), batch(), batch(0)
     assert GRAM(p, *empty).shape == (0, 0)
@@ -115,6 +118,7 @@ def test_a_module_and_several_arguments() -> None:
         assert_gram(gram, rows, rows)
 
 
+@pytest.mark.slow
 def test_parameters_of_other_dtypes() -> None:
     x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 4)), jnp.float32)
     of = lambda p, x: jnp.sum(jnp.abs(x @ p["w"]) ** 2) + jnp.sum(x * p["v"][p["i"]])

@@ -113,6 +113,7 @@ def test_products_with_vectors() -> None:
     np.testing.assert_allclose(several[1], -2 * found, 1e-4, 1e-4 * np.abs(found).max())
 
 
+@pytest.mark.slow
 def test_modules_members_and_derivatives() -> None:
     x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 4)), jnp.float32)
     model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))

@@ -18,6 +18,7 @@ from .test_gram import batch, loss, parameters, rows_of
 OPTIONS: Any = {"batch_argnums": (1, 2)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 3}, {"memory_budget": "200KiB"}])
 def test_one_linear_map_of_the_gradients(options: Any) -> None:
     """The projections of a loss are those of its gradients, as parameters of a linear loss."""

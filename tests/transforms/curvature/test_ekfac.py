@@ -120,6 +120,7 @@ def test_the_sum_of_different_bases_keeps_the_trace() -> None:
                 np.testing.assert_allclose(block.values.ravel(), np.diag(vectors.T @ true @ vectors), atol=1e-12)
 
 
+@pytest.mark.slow
 def test_samples_members_and_refusals() -> None:
     """The mean of 4,000 squares, each with a deviation of √2, is off by 12 % with a probability of 10⁻⁷."""
     model, p, x, y = MODELS["perceptron"]()

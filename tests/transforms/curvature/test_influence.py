@@ -46,6 +46,7 @@ def test_it_is_the_product_with_the_dense_inverse(name: str, curvature: Any) -> 
         np.testing.assert_allclose(own, np.diag(expected), rtol=1e-8, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", [None, 1])
 def test_batches_are_one_dataset(chunk_size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     with jax.enable_x64(True):
@@ -78,6 +79,7 @@ def test_factors_may_be_given_and_drawn() -> None:
         assert not np.allclose(drawn, given, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_modules_some_parameters_and_members() -> None:
     x, y = jnp.float32(normal(N, 4)), labels(3, N)
     net = nnx.Sequential(nnx.Linear(4, 6, rngs=nnx.Rngs(0)), nnx.tanh, nnx.Linear(6, 3, rngs=nnx.Rngs(1)))

@@ -222,6 +222,7 @@ def test_a_matrix_and_its_transpose_have_one_product_with_the_trace_of_both() ->
         assert not zero.dense().any()
 
 
+@pytest.mark.slow
 def test_a_table_that_is_read_and_multiplied_has_one_product() -> None:
     with jax.enable_x64(True):
         p, tokens, y = normal(7, 4), labels(7, N, 6), labels(7, N, 6)
@@ -331,6 +332,7 @@ def test_the_empirical_factor_has_gradients_of_the_loss() -> None:
         np.testing.assert_allclose(found.blocks[0].left[0], found.blocks[3].right[0], rtol=1e-11)
 
 
+@pytest.mark.slow
 def test_modules_members_and_pytrees() -> None:
     net = nnx.Sequential(nnx.Linear(4, 6, rngs=nnx.Rngs(0)), nnx.tanh, nnx.Linear(6, 3, rngs=nnx.Rngs(1)))
     x, y = jnp.float32(normal(N, 4)), labels(3, N)

@@ -101,6 +101,7 @@ def test_samples_have_the_covariance(structure: Any) -> None:
         assert np.abs(draws.mean(0)).max() < 6 * np.sqrt(np.diag(covariance).max() / 4000)
 
 
+@pytest.mark.slow
 def test_kinds_of_predictions() -> None:
     model, p, x, y = MODELS["perceptron"]()
     of = laplace(model, cross_entropy, p, (x, y))
@@ -185,6 +186,7 @@ def test_a_file_gives_the_same_distribution(structure: Any, tmp_path: Path) -> N
         Laplace.load(f"{tmp_path}/laplace.safetensors", network, Net(nnx.Rngs(1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", ["kfac", "ekfac", "diagonal", "full"])
 def test_an_ensemble_of_distributions_is_one_map(structure: Any) -> None:
     model, p, x, y = MODELS["perceptron"]()
@@ -200,6 +202,7 @@ def test_an_ensemble_of_distributions_is_one_map(structure: Any) -> None:
         np.testing.assert_allclose(evidence, one.log_marginal_likelihood(), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     _, p, x, y = MODELS["perceptron"]()
     of = lambda **options: laplace(perceptron, cross_entropy, p, (x, y), **options)

@@ -57,6 +57,7 @@ def in_a_process(*directories: Path) -> list[Any]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_a_second_process_finds_all_programs_even_in_a_moved_directory(tmp_path):
     hits, misses, first = in_a_process(tmp_path / "other", tmp_path / "cache")
     assert (hits, misses) == (0, 2)

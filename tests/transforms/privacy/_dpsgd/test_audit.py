@@ -264,6 +264,7 @@ def test_b_min_sep_scores_are_likelihood_ratios() -> None:
     np.testing.assert_allclose(_log_ratios(ledger, seen), np.log(expected), rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_only_what_trains_is_audited() -> None:
     model = nnx.Sequential(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
     audited = {}

@@ -144,6 +144,7 @@ def test_monte_carlo_epsilon_of_poisson_sampling_is_close_to_the_tight_one() -> 
         assert tight.get_epsilon(1e-2) < found < 1.05 * tight.get_epsilon(0.4e-2)
 
 
+@pytest.mark.slow
 # jax-privacy's losses of b-min-sep are wrong with three bands, and those of balls in bins are right.
 @pytest.mark.parametrize("name", ["balls in bins", "balls in bins with bands", "b-min-sep with two bands"])
 def test_monte_carlo_epsilon_is_that_of_jax_privacy_s_samples(name: str) -> None:
@@ -237,6 +238,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated:DeprecationWarning")  # in jax-privacy
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_plan_takes_the_steps_of_jax_privacy(name: str) -> None:

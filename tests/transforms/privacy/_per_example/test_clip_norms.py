@@ -109,6 +109,7 @@ def test_automatic_clipping(method: Any, norms: Any, rescale: bool) -> None:
     assert of.sensitivity() == pytest.approx((len(sizes) ** 0.5 if rescale else np.sqrt((sizes**2).sum())) / 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"automatic": 0.01}], ids=["clipped", "automatic"])
 @pytest.mark.parametrize("method", METHODS)
 def test_zero_gradients_and_those_that_are_not_finite(method: Any, options: Any) -> None:
@@ -145,6 +146,7 @@ def test_the_norm_of_a_transformed_gradient(method: Any) -> None:
     assert_close(aux.grad_norms, naive(NORMS["four parts"])[1])  # before the transform
 
 
+@pytest.mark.slow
 def test_modules_and_several_arguments() -> None:
     class Net(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
@@ -229,6 +231,7 @@ def test_errors(options: Any, error: type[Exception], match: str) -> None:
         clipped_grad(loss, batch_argnums=(1, 2), **options)(PARAMS, TOKENS, TARGETS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"automatic": 0.05}], ids=["clipped", "automatic"])
 def test_private_steps(options: Any) -> None:
     norms = NORMS["four parts"]
