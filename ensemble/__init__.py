@@ -13,7 +13,8 @@
 - `metrics`, `calibration`, `plots`: scores and uncertainty measures; temperatures and conformal sets; figures.
 - `averages`: means of weights along a run, Gaussians around them (SWAG), and snapshots.
 - `distill`: trains one small model to predict as an ensemble does; `distillation` has its loss and targets.
-- `plurax.ensemble.sklearn`: ensembles as estimators of scikit-learn; import it by its name.
+- `plurax.ensemble.fleet`: groups of members on many machines; `plurax.ensemble.sklearn`: ensembles as estimators of
+  scikit-learn. Import both by their names.
 
 Transforms of functions and single models are in `plurax.transforms`, private training in `plurax.transforms.privacy`.
 
@@ -35,7 +36,8 @@ The source folders, lowest layer first; the docstring of each describes its file
   the execution of that step for all members; `_training`: `Trainer`, its loop, checkpoints, early stopping,
   populations, batches.
 - `_sharing`: what is made of trained members: committees, and files for servers.
-- `metrics`, `calibration`, `plots`, `averages`, `distillation`, `sklearn`: public modules.
+- `_fleet`: the workers and the driver of `fleet`.
+- `metrics`, `calibration`, `plots`, `averages`, `distillation`, `fleet`, `sklearn`: public modules.
 """
 
 import warnings

@@ -24,6 +24,7 @@ MODULES = (
     "plurax.ensemble.metrics",
     "plurax.ensemble.averages",
     "plurax.ensemble.distillation",
+    "plurax.ensemble.fleet",
     "plurax.ensemble.sklearn",
     "plurax.ensemble.calibration",
     "plurax.ensemble.plots",

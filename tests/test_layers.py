@@ -45,7 +45,8 @@ LAYERS = {
         "_training",
         "_sharing",
         "averages calibration distillation metrics plots",
-        "sklearn",
+        "_fleet",
+        "fleet sklearn",
         "__init__",
     ],
 }

@@ -147,6 +147,7 @@ LIBRARIES = {
     "export": ["flatbuffers"],
     "files": ["safetensors.numpy"],
     "plot": ["matplotlib.figure"],
+    "ray": ["ray"],
     "sklearn": ["sklearn", "sklearn.base"],
     "tensorboard": ["tensorboardX"],
 }

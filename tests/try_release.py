@@ -46,6 +46,16 @@ assert 0 < dp.epsilon(state) < 10""",
         "export(Ensemble.stack([model]), folder + '/exported', jnp.ones((1, 2))); "
         "assert load_exported(folder + '/exported')(jnp.ones((5, 2)))['mean'].shape == (5, 3)",
     },
+    "ray": {
+        "fit_fleet": """
+from plurax.ensemble import Ensemble, Trainer
+from plurax.ensemble.fleet import fit_fleet
+found, _ = fit_fleet(
+    lambda which: Trainer(lambda model, x: jnp.mean(model(x) ** 2), optax.sgd(0.1)),
+    lambda which: Ensemble.create(lambda rngs: nnx.Linear(2, 3, rngs=rngs), len(which), seed=which),
+    [jnp.ones((1, 2))], size=2, group_size=1, directory=folder + '/fleet', workers=1, progress=False)
+assert len(found) == 2""",
+    },
     "sklearn": {
         "EnsembleClassifier": "import sys; sys.modules.pop('plurax.ensemble.sklearn', None); "
         "from plurax.ensemble.sklearn import EnsembleClassifier; "
