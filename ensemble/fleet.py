@@ -100,18 +100,20 @@ def fit_fleet(
       Each worker imports JAX and compiles the step of a group once for each group that it trains.
 
     Examples:
+      `fit_fleet(make_trainer, members, batches, size=4, group_size=2, directory="runs/fleet", steps=1000)` trains two
+      groups of two members, with
+
       >>> import optax
       >>> from flax import nnx
       >>> from plurax.ensemble import Ensemble, Trainer
-      >>> from plurax.ensemble.fleet import fit_fleet
       >>> rates = [0.1, 0.03, 0.01, 0.003]
       >>> def make_trainer(which):
-      ...     return Trainer(loss, optax.adam, hyperparams={"learning_rate": [rates[i] for i in which]})
+      ...     options = {"learning_rate": [rates[i] for i in which]}
+      ...     return Trainer(lambda model, x: (model(x) ** 2).mean(), optax.adam, hyperparams=options)
       >>> def members(which):
-      ...     return Ensemble.create(Net, len(which), seed=which)
-      >>> ensemble, history = fit_fleet(  # doctest: +SKIP
-      ...     make_trainer, members, batches, size=4, group_size=2, directory="fleet", steps=1000, checkpoint_every=100
-      ... )
+      ...     return Ensemble.create(lambda rngs: nnx.Linear(3, 1, rngs=rngs), len(which), seed=which)
+      >>> make_trainer([2, 3]).init(members([2, 3])).opt_state.hyperparams["learning_rate"]
+      Array([0.01 , 0.003], dtype=float32)
     """
     if find_spec("ray") is None:
         needed = "plurax.ensemble.fleet needs Ray; install it with: pip install 'plurax[ray]'"
@@ -124,13 +126,12 @@ def fit_fleet(
         if name in options:
             raise TypeError(f"fit_fleet: {name}= is an option of a single run, not of a fleet; leave it out.")
     ends = _rounds(steps, exchange, exchange_every)
-    home = Path(directory).resolve()
-    _claim(home, {"size": count, "group_size": group_size, "exchange_every": exchange_every})
     groups = [list(range(i, min(i + group_size, count))) for i in range(0, count, group_size)]
     job = Job(make_trainer, members, batches, options)
     if jax.eval_shape(lambda: job.ensemble(groups[0])).shared is not None:
         raise ValueError("fit_fleet: members of different groups cannot share parameters; train them by Trainer.fit.")
-    history: list[dict[str, Any]] = []
+    home, history, told = Path(directory).resolve(), list[dict[str, Any]](), dict[str, None]()
+    _claim(home, {"size": count, "group_size": group_size, "exchange_every": exchange_every})
     start, tasks = 0, list[Task]()
     with locked("fit_fleet", home), Cluster.connected(address, workers), Table(progress) as table:
         cluster = Cluster("fit_fleet", job, workers, {"num_cpus": num_cpus, "num_gpus": num_gpus})
@@ -141,10 +142,10 @@ def fit_fleet(
                 _exchanged(job, before, tasks, start, exchange, _last(history, count))
             cluster.run(tasks, start, end, partial(table.show, tasks, end))
             history += sorted((row for task in tasks for row in _done(task).history), key=_step_and_member)
+            told |= dict.fromkeys(f"In {task.name}: {text}" for task in tasks for text in _done(task).warnings)
             start = end or 0
-    for task in tasks:
-        for text in dict.fromkeys(_done(task).warnings):
-            warnings.warn(f"In {task.name}: {text}", stacklevel=2)
+    for text in told:
+        warnings.warn(text, stacklevel=2)
     return _joined(job, tasks), history
 
 
