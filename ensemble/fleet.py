@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,6 +36,8 @@ from ._training.trainer import Trainer
 
 __all__ = ["fit_fleet"]
 
+# Settings of JAX that workers take over from the driver.
+_SETTINGS = ("jax_enable_x64", "jax_default_prng_impl", "jax_default_matmul_precision")
 Exchange = Callable[[TrainState, dict[str, np.ndarray]], TrainState]
 
 
@@ -62,25 +64,29 @@ def fit_fleet(
     Args:
       make_trainer: a function from the indices of the members of a group to their `Trainer`.
       members: an `Ensemble`; or a function from the indices of the members of a group to their `Ensemble`, which is
-        called in the worker, so that no process holds all members before they are trained.
+        called in the worker, so that no process holds all members before they are trained. The driver calls it too,
+        for shapes only, in `jax.eval_shape`.
       batches: as for `Trainer.fit`, the same for all groups; or a function from the indices of the members of a group
-        to its batches, which is called in the worker.
+        to its batches, which is called in the worker. They must be the same each time, since a group that was
+        interrupted takes them from the beginning, and skips those that it has used.
       directory: where the groups write their checkpoints; all machines must see it. With the same directory, a fleet
         goes on where it was when its driver died.
       group_size: the number of members of a group, the last of which may have fewer. Another number gives the same
         members up to rounding, and the same number the same to the bit, on whatever workers.
       size: the number of members, if `members` is a function.
       steps: as for `Trainer.fit`.
-      exchange: a function of the `TrainState` of all members and of their last metrics, arrays (size,) by name with NaN
-        for members without any, that returns the state to go on from, as `exploit` does.
+      exchange: a function of the `TrainState` of all members and of their last metrics since the exchange before,
+        arrays (size,) by name with NaN for members without any, that returns the state to go on from, as `exploit` does.
       exchange_every: steps between two exchanges, at which all groups wait for each other.
       workers: how many groups train at once; None for as many as the cluster has room for.
       num_cpus: the processors that a group occupies on the cluster.
       num_gpus: the GPUs that a group occupies.
-      address: the address of a Ray cluster; None for the one that the program is connected to, or else for a new one
-        on this machine.
+      address: the address of a Ray cluster; None for the one that the program is connected to, else the one that the
+        environment variable RAY_ADDRESS names, else a new one on this machine.
       progress: whether to show a table of the groups.
-      **options: further arguments of `Trainer.fit`, but for `epochs`, `checkpoint_dir` and `progress`.
+      **options: further arguments of `Trainer.fit`, but for `epochs`, `checkpoint_dir`, `progress` and `resume`.
+        Functions among them, and messages, count members within the group. Each round is a run of its own, in which the
+        patience of `early_stopping` begins anew.
 
     Returns:
       The ensemble of all members as they ended, and the history, as `Trainer.fit` returns them, ordered by step and
@@ -97,7 +103,7 @@ def fit_fleet(
       Exception: what a group raises, with a note that names its members.
 
     Cost:
-      Each worker imports JAX and compiles the step of a group once for each group that it trains.
+      Each worker imports JAX, and compiles the step of each group that it trains, in each round again.
 
     Examples:
       `fit_fleet(make_trainer, members, batches, size=4, group_size=2, directory="runs/fleet", steps=1000)` trains two
@@ -122,27 +128,34 @@ def fit_fleet(
     count = _size_of(members, size)
     check_count("fit_fleet", "group_size", group_size)
     check_count("fit_fleet", "workers", workers, optional=True)
-    for name in ("epochs", "checkpoint_dir", "progress"):
+    for name in ("epochs", "checkpoint_dir", "progress", "resume"):
         if name in options:
             raise TypeError(f"fit_fleet: {name}= is an option of a single run, not of a fleet; leave it out.")
-    ends = _rounds(steps, exchange, exchange_every)
+    if isinstance(batches, Iterator):
+        got = type(batches).__name__
+        raise TypeError(f"fit_fleet: batches must be iterable again for each group, but got a {got}; pass a function.")
+    ends = _rounds(steps, exchange, exchange_every, options.get("history_every", 1))
     groups = [list(range(i, min(i + group_size, count))) for i in range(0, count, group_size)]
-    job = Job(make_trainer, members, batches, options)
+    settings = {name: getattr(jax.config, name) for name in _SETTINGS}
+    job = Job(make_trainer, members, batches, options, settings)
     if jax.eval_shape(lambda: job.ensemble(groups[0])).shared is not None:
         raise ValueError("fit_fleet: members of different groups cannot share parameters; train them by Trainer.fit.")
     home, history, told = Path(directory).resolve(), list[dict[str, Any]](), dict[str, None]()
     _claim(home, {"size": count, "group_size": group_size, "exchange_every": exchange_every})
-    start, tasks = 0, list[Task]()
-    with locked("fit_fleet", home), Cluster.connected(address, workers), Table(progress) as table:
+    start, tasks, rows = 0, list[Task](), list[dict[str, Any]]()
+    with locked("fit_fleet", home), Cluster.connected(address, workers, num_cpus), Table(progress) as table:
         cluster = Cluster("fit_fleet", job, workers, {"num_cpus": num_cpus, "num_gpus": num_gpus})
         for number, end in enumerate(ends):
             before, place = tasks, home / f"round_{number:04d}"
             tasks = [Task(which, place / f"group_{i:04d}") for i, which in enumerate(groups)]
             if exchange is not None and before:
-                _exchanged(job, before, tasks, start, exchange, _last(history, count))
+                _exchanged(job, before, tasks, start, exchange, _last(rows, count))
             cluster.run(tasks, start, end, partial(table.show, tasks, end))
-            history += sorted((row for task in tasks for row in _done(task).history), key=_step_and_member)
-            told |= dict.fromkeys(f"In {task.name}: {text}" for task in tasks for text in _done(task).warnings)
+            rows = sorted((row for task in tasks for row in _done(task).history), key=_step_and_member)
+            history += rows
+            told |= dict.fromkeys(
+                f"In {task.name}, counted from 0: {text}" for task in tasks for text in _done(task).warnings
+            )
             start = end or 0
     for text in told:
         warnings.warn(text, stacklevel=2)
@@ -162,7 +175,7 @@ def _size_of(members: Any, size: int | None) -> int:
     return size
 
 
-def _rounds(steps: int | None, exchange: Any, every: int | None) -> list[int | None]:
+def _rounds(steps: int | None, exchange: Any, every: int | None, recorded: int) -> list[int | None]:
     """Return the steps at which the rounds end, between which members are exchanged."""
     check_count("fit_fleet", "steps", steps, optional=True)
     check_count("fit_fleet", "exchange_every", every, optional=True)
@@ -173,6 +186,8 @@ def _rounds(steps: int | None, exchange: Any, every: int | None) -> list[int | N
     check_callable("fit_fleet", exchange, "exchange")
     if steps is None:
         raise ValueError("fit_fleet: exchange needs steps=, at which all groups end.")
+    if every % recorded:
+        raise ValueError(f"fit_fleet: exchange_every={every} must be a multiple of history_every={recorded}.")
     return [*range(every, steps, every), steps]
 
 
@@ -197,10 +212,12 @@ def _step_and_member(row: dict[str, Any]) -> tuple[int, int]:
 
 
 def _last(history: Sequence[dict[str, Any]], size: int) -> dict[str, np.ndarray]:
-    """Return the numbers in the last row of each member, as arrays (size,)."""
-    rows = {row["member"]: row for row in history}
-    names = dict.fromkeys(name for row in rows.values() for name in row if name not in ("step", "member"))
-    return {name: np.array([rows.get(i, {}).get(name, np.nan) for i in range(size)]) for name in names}
+    """Return the last number of each member under each name, as arrays (size,); NaN where there is none."""
+    found: dict[str, np.ndarray] = {}
+    for row in history:
+        for name in row.keys() - {"step", "member"}:
+            found.setdefault(name, np.full(size, np.nan))[row["member"]] = row[name]
+    return found
 
 
 def _exchanged(
@@ -233,4 +250,5 @@ def _joined(job: Job, tasks: Sequence[Task]) -> Ensemble:
 
 def _path(task: Task) -> Path:
     """Return the last checkpoint of a group."""
-    return task.directory / f"step_{_done(task).step:08d}"
+    last = task.directory / f"step_{_done(task).step:08d}"
+    return last if last.exists() else task.directory / "end"

@@ -89,7 +89,7 @@ def _check_mean(step: MemberStep, layout: Layout, inputs: StepInputs, split: lis
         )
         shared = None if state._shared is None else state._shared.arrays
         # One member has no axis of members, as if all shared it.
-        arrays, shared = layout.place_shared(everywhere((of_first[0][0], shared)))
+        arrays, shared = layout.place_shared((of_first[0][0], shared))
         batch = jax.tree.map(layout.copy, everywhere(of_first[1]))
     leaves, treedef = jax.tree.flatten(batch)
 

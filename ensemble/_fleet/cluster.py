@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -62,7 +64,7 @@ class Cluster:
 
     @staticmethod
     @contextmanager
-    def connected(address: str | None, workers: int | None) -> Iterator[None]:
+    def connected(address: str | None, workers: int | None, num_cpus: float) -> Iterator[None]:
         """Connect to a cluster unless the program is connected already; without an address, to one on this machine."""
         import ray
 
@@ -70,7 +72,10 @@ class Cluster:
             yield
             return
         # More workers than processors are possible: they share them.
-        here: dict[str, Any] = {"num_cpus": workers, "include_dashboard": False} if address is None else {}
+        here: dict[str, Any] = {}
+        if address is None and "RAY_ADDRESS" not in os.environ:
+            processors = None if workers is None else math.ceil(workers * num_cpus)
+            address, here = "local", {"num_cpus": processors, "include_dashboard": False}
         with warnings.catch_warnings():
             # JAX warns of any fork. Ray starts other programs, which do not go on in the copy of this process.
             warnings.filterwarnings("ignore", message="os.fork", category=RuntimeWarning)

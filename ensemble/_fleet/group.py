@@ -8,16 +8,18 @@ import socket
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from ...transforms._runs.atomic_write import write_atomically
 from .._members.ensemble import Ensemble
-from .._training.checkpoint import load
+from .._training.checkpoint import load, save
 from .._training.trainer import Trainer
 
 _REPORT = "report.json"
@@ -63,12 +65,14 @@ class Job:
       members: an `Ensemble`, or a function from the indices of the members of a group to their ensemble.
       batches: an iterable, or a function from the indices of the members of a group to theirs.
       options: further arguments of `Trainer.fit`.
+      settings: settings of JAX in the driver, on which results depend.
     """
 
     make_trainer: Callable[[list[int]], Trainer]
     members: Any
     batches: Any
     options: Mapping[str, Any]
+    settings: Mapping[str, Any]
 
     def ensemble(self, which: list[int]) -> Any:
         """Return the members of a group as they begin."""
@@ -103,8 +107,14 @@ def train_group(job: Job, which: list[int], directory: str, start: int, until: i
     place, deadline = Path(directory), time.monotonic() + _PATIENCE
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = job.make_trainer(which)
-        state = trainer.init(job.ensemble(which))
+        if not (place.parents[1] / "fleet.json").exists():
+            raise FileNotFoundError(f"fit_fleet: {socket.gethostname()} does not see {place.parents[1]}; share it.")
+        for name, value in job.settings.items():
+            jax.config.update(name, value)
+        trainer, ensemble = job.make_trainer(which), job.ensemble(which)
+        if len(ensemble) != len(which):
+            raise ValueError(f"fit_fleet: members must return {len(which)} of them, but returned {len(ensemble)}.")
+        state = trainer.init(ensemble)
         batches = job.batches(which) if _is_function(job.batches) else job.batches
         if start:
             state, batches = load(place / "start", state), islice(batches, start, None)
@@ -114,10 +124,13 @@ def train_group(job: Job, which: list[int], directory: str, start: int, until: i
             try:
                 state, history = trainer.fit(state, batches, **options)
                 break
-            except BlockingIOError:  # before any batch was taken
-                if time.monotonic() > deadline:
+            except BlockingIOError as error:
+                # The lock is taken before any batch is.
+                if time.monotonic() > deadline or "is writing to" not in f"{error}":
                     raise
                 time.sleep(1)
+    if not (place / f"step_{int(state.step):08d}").exists():  # a run that takes no step writes none
+        save(place / "end", state)
     for row in history:
         row["member"] = which[row["member"]]
     return Done(int(state.step), history, [str(x.message) for x in caught])
@@ -141,7 +154,8 @@ class _Reporter:
             ends = (float(finite.min()), float(finite.max())) if finite.size else (float("nan"),) * 2
             rate = (step - self._step) / (now - self._time)
             report = Report(step, rate, ends, int(finite.size), self._where)
-            write_atomically(self._path, [json.dumps(asdict(report)).encode()])
+            with suppress(OSError):  # the next one may succeed; training does not depend on it
+                write_atomically(self._path, [json.dumps(asdict(report)).encode()])
             self._step, self._time = step, now
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from ...transforms._core.arguments import describe
 from ...transforms._core.compat import Tracer
-from .sharding import Layout, constrain, move, within
+from .sharding import ENSEMBLE, Layout, constrain, move, within
 
 
 def member_index(api: str, i: Any, size: int) -> int:
@@ -84,8 +84,10 @@ def put(rows: Any, places: np.ndarray, new: Any) -> Any:
 
 def match_sharding(rows: Any, others: Any) -> Any:
     """Return the rows on the devices of `others`."""
-    layout = Layout.around(others)
-    return move(rows, jax.tree.leaves(others)[0].sharding) if layout is None else layout.place(rows)
+    layout = Layout.around(others) or Layout.home(others)
+    if layout is None or ENSEMBLE not in layout.mesh.axis_names:
+        return move(rows, jax.tree.leaves(others)[0].sharding)
+    return layout.place(rows)
 
 
 @jax.jit

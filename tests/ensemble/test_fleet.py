@@ -71,7 +71,8 @@ def slowly(step: int, metrics: Any) -> None:
 
 def fleet(directory: Path, **options: Any) -> Any:
     options = {"group_size": 2, "size": SIZE, "steps": STEPS, "checkpoint_every": 10, "progress": False, **options}
-    return fit_fleet(make_trainer, options.pop("members", members), batches, directory=directory, **options)
+    given = options.pop("members", members), options.pop("batches", batches)
+    return fit_fleet(make_trainer, *given, directory=directory, **options)
 
 
 def all_at_once(steps: int = STEPS, state: Any = None, start: int = 0) -> tuple[TrainState[Any], Any]:
@@ -187,9 +188,8 @@ def test_exchanges_are_between_all_groups(cluster: None, tmp_path: Path) -> None
         return exploit(state, metrics["loss"], key=key, perturb={"learning_rate": (0.5, 2.0)})[0]
 
     ensemble = members([*range(SIZE)])
-    found, history = fleet(
-        tmp_path / "fleet", members=ensemble, size=None, steps=25, exchange=exchange, exchange_every=10
-    )
+    whole: Any = {"members": ensemble, "size": None, "batches": batches([])}
+    found, history = fleet(tmp_path / "fleet", steps=25, exchange=exchange, exchange_every=10, **whole)
     state, of_run = all_at_once(10)
     for start, end in ((10, 20), (20, 25)):
         losses = np.array([row["loss"] for row in of_run[-SIZE:]])
@@ -205,6 +205,14 @@ def test_a_group_that_stops_early_makes_room(cluster: None, tmp_path: Path) -> N
     found, history = fleet(tmp_path / "fleet", workers=1, early_stopping=never)
     assert len(found) == SIZE
     assert {row["step"] for row in history} == {*range(1, 11)}
+
+
+def test_a_group_that_takes_no_step_keeps_its_members(cluster: None, tmp_path: Path) -> None:
+    options: Any = {"exchange": lambda state, metrics: state, "exchange_every": 10, "batches": [(X, Y)] * 15}
+    with pytest.warns(UserWarning, match="the batches ended after step"):
+        found, history = fleet(tmp_path / "fleet", **options)
+    assert len(found) == SIZE
+    assert {row["step"] for row in history} == {*range(1, 16)}
 
 
 def test_an_error_names_the_group(cluster: None, tmp_path: Path) -> None:
@@ -234,6 +242,7 @@ def test_a_group_that_always_dies_is_given_up(cluster: None, tmp_path: Path) -> 
         ({"members": members([0, 1])}, ValueError, "size is that of the ensemble; leave it out"),
         ({"group_size": 0}, ValueError, "group_size must be"),
         ({"epochs": 3}, TypeError, "epochs= is an option of a single run"),
+        ({"batches": iter([])}, TypeError, "batches must be iterable again for each group"),
         ({"exchange": exploit}, ValueError, "exchange and exchange_every belong together"),
         ({"exchange": exploit, "exchange_every": 2, "steps": None}, ValueError, "exchange needs steps="),
         (

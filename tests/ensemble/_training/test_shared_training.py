@@ -364,6 +364,10 @@ for shape, axes, size in MESHES:
         jax.tree.map(np.testing.assert_array_equal, again, fitted)
         there = {len(x.sharding.device_set) for x in jax.tree.leaves(again)}
         assert there == {mesh.size}, there
+    bare = Ensemble.create(lambda rngs: own.Net(rngs, norm=True).trunk, size, seed=0)  # without a bias
+    square = Trainer(lambda net, x, y: (net(x) ** 2).mean(), optax.sgd(0.1), strategy="vmap", mesh=mesh)
+    ended, _ = square.fit(square.init(bare), [(own.X, own.Y)] * 2, progress=False)
+    assert np.isfinite(ended.ensemble(own.X)).all()
     if size % shape[0]:
         continue
     made = Ensemble.create(own.Net, size, seed=0, shared="trunk", mesh=mesh)
