@@ -76,7 +76,8 @@ def fit_fleet(
       size: the number of members, if `members` is a function.
       steps: as for `Trainer.fit`.
       exchange: a function of the `TrainState` of all members and of their last metrics since the exchange before,
-        arrays (size,) by name with NaN for members without any, that returns the state to go on from, as `exploit` does.
+        arrays (size,) by name with NaN for members without any, that returns the state to go on from, as `exploit`
+        does.
       exchange_every: steps between two exchanges, at which all groups wait for each other.
       workers: how many groups train at once; None for as many as the cluster has room for.
       num_cpus: the processors that a group occupies on the cluster.
