@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import ray
 from flax import nnx
 
 from plurax.ensemble import Batches, EarlyStopping, Ensemble, Trainer, TrainState, exploit
@@ -94,6 +93,8 @@ def assert_equal(found: Any, expected: Any) -> None:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
+    import ray  # not at the top: then pytest would take the folder `tests` that jax_privacy installs for this one
+
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="os.fork", category=RuntimeWarning)
         found_here: Any = {"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}}  # by the workers
