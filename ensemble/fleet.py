@@ -122,7 +122,8 @@ def fit_fleet(
       >>> make_trainer([2, 3]).init(members([2, 3])).opt_state.hyperparams["learning_rate"]
       Array([0.01 , 0.003], dtype=float32)
     """
-    if find_spec("ray") is None:
+    found = find_spec("ray")
+    if found is None or found.origin is None:  # a folder of this name, such as Ray's in /tmp, is no package
         needed = "plurax.ensemble.fleet needs Ray; install it with: pip install 'plurax[ray]'"
         raise ModuleNotFoundError(needed, name="ray")
     check_callable("fit_fleet", make_trainer, "make_trainer")
