@@ -57,9 +57,10 @@ QUICK ?=
 test: FEW := --cases 2
 test: AND := not slow and
 test: QUICK := 1
+OPTIMIZED = $(if $(PYTEST_ARGS),,$(shell grep -rlw optimized --include='test_*.py' tests))
 test test-all: $(READY)
 	@$(if $(QUICK),,XLA_FLAGS=) $(PYTEST) $(FEW) $(if $(QUICK),-m "$(AND) not optimized") $(PYTEST_ARGS) || test $$? = 5
-	@$(if $(QUICK),XLA_FLAGS= $(PYTEST) $(FEW) -m "$(AND) optimized" $(PYTEST_ARGS) || test $$? = 5)
+	@$(if $(QUICK),XLA_FLAGS= $(PYTEST) $(FEW) -m "$(AND) optimized" $(PYTEST_ARGS) $(OPTIMIZED) || test $$? = 5)
 
 lint: $(READY)
 	@$(BIN)/ruff check

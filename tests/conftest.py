@@ -8,6 +8,7 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Most of the suite's time is spent compiling programs that run once. So LLVM optimization is off, and loops are emitted
 # as LLVM directly: the default, MLIR, takes twice as long for a small program. (A jaxlib that does not know this extra
@@ -26,6 +27,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 # JAX reads the variables when it is imported.
 import jax
+import numpy as np
 import pytest
 from hypothesis import settings
 
@@ -35,6 +37,10 @@ gc.set_threshold(50_000, 20, 20)
 settings.register_profile("default", max_examples=25, deadline=None)
 settings.register_profile("fuzz", max_examples=2000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+# The states of the generators of modules after their import.
+_STATES: dict[int, dict[str, Any]] = {}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,6 +53,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     xdist starts with the largest groups. Each script is a group of one, so that scripts fill the workers at the end.
     """
+    for module in {item.module for item in items}:  # before fixtures of modules draw numbers
+        own = [x for x in vars(module).values() if isinstance(x, np.random.Generator)]
+        _STATES.update({id(x): x.bit_generator.state for x in own})
     for item in items:
         if item.path.name != "test_examples.py" and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
@@ -64,6 +73,14 @@ def spread_evenly(items: list[pytest.Item], most: int) -> set[pytest.Item]:
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     steps = max(1, most - 1)
     return {own[round(i * (len(own) - 1) / steps)] for own in cases.values() for i in range(most)}
+
+
+@pytest.fixture(autouse=True)
+def generators_start_anew(request: pytest.FixtureRequest) -> None:
+    """Let each test draw the same numbers alone and after others: generators of its module start again."""
+    for generator in vars(request.module).values():
+        if isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = _STATES[id(generator)]
 
 
 @pytest.fixture(autouse=True)

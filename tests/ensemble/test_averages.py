@@ -84,6 +84,7 @@ def test_rates_of_their_own_and_other_strategies() -> None:
     np.testing.assert_allclose(kept[5].last.bias[...], each[-1]["last"]["bias"][1], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_draws_have_the_covariance_of_swag() -> None:
     """The variance of 20,000 draws has a standard deviation of 1 %; the largest of 90 entries exceeds 6 % with 10⁻⁷."""
     state, each = run(averages.collect(optax.adam(0.05), covariance=True, rank=4))

@@ -52,6 +52,7 @@ def test_equal_seeds_are_equal_and_others_are_not() -> None:
     assert not np.array_equal(first, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["mlp", "tabm"])
 def test_intervals_of_held_out_examples_cover(model: Any) -> None:
     x = RNG.uniform(-2, 2, (1200, 2))

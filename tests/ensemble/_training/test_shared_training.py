@@ -107,6 +107,7 @@ def test_one_member_alone_is_a_module_that_trains_as_ever() -> None:
     jax.tree.map(close, *(nnx.to_pure_dict(nnx.state(each, nnx.Param)) for each in (found, net)))
 
 
+@pytest.mark.slow
 def test_chunks_own_norms_and_two_optimizers() -> None:
     rates = [0.1, 0.05, 0.2]
     options: Any = {"hyperparams": {"learning_rate": rates}, "shared_optimizer": optax.adam(0.01)}
@@ -181,6 +182,7 @@ def test_a_member_counts_if_its_loss_and_all_its_gradients_are_finite() -> None:
         np.testing.assert_array_equal(bias[1], ens.trainable["head"]["bias"][1])
 
 
+@pytest.mark.slow
 def test_gradients_of_a_grad_fn_are_added_member_by_member() -> None:
     adam = optax.adam(0.05)
     for options in EXECUTIONS:

@@ -45,6 +45,7 @@ def test_the_helper_detects_differences() -> None:
         assert_gram(rows @ rows.T + np.array([[0, 0], [0, 1.1e-5]]), rows, rows, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_all_statistics(name: str, dtype: str) -> None:
     with jax.enable_x64(dtype == "float64"):

@@ -102,6 +102,7 @@ def test_the_activations_are_not_repeated_for_each_output() -> None:
         assert shape not in text
 
 
+@pytest.mark.slow
 def test_products_with_vectors() -> None:
     p, x = parameters(), batch(N)
     v = jnp.asarray(np.random.default_rng(9).normal(size=(N, *OUT)), jnp.float32)

@@ -32,6 +32,7 @@ def test_one_linear_map_of_the_gradients(options: Any) -> None:
     assert np.abs(project(jax.random.key(2), p, *xy) - expected).max() > 1e-2 * size
 
 
+@pytest.mark.slow
 def test_slices_of_directions_change_nothing() -> None:
     p, xy, key = parameters(), batch(), jax.random.key(1)
     found = per_sample_projection(loss, 10, **OPTIONS)(key, p, *xy)
@@ -91,6 +92,7 @@ def test_a_complex_parameter() -> None:
     assert np.abs(found @ found.T - gram).max() < 5 * np.sqrt(8 / 4000) * norms.max() ** 2
 
 
+@pytest.mark.slow
 def test_jvp_along_a_tangent() -> None:
     p, xy = parameters(), batch()
     tangent = jax.tree.map(jnp.cos, p)

@@ -27,6 +27,7 @@ def full(side: Any) -> Any:
     return side if side.ndim == 3 else jax.vmap(jnp.diag)(side)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("sharing", "largest"), [("expand", 4096), ("reduce", 3)])
 def test_eigenvalues_are_the_diagonal_of_the_true_block(
@@ -90,6 +91,7 @@ def test_several_uses_are_added_before_they_are_squared() -> None:
         np.testing.assert_allclose(found.blocks[0].values.ravel(), true, rtol=1e-9, atol=1e-13)
 
 
+@pytest.mark.slow
 def test_results_with_one_basis_are_averaged_exactly() -> None:
     with jax.enable_x64(True):
         model, p, x, y = MODELS["perceptron"]()

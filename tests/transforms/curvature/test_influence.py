@@ -66,6 +66,7 @@ def test_batches_are_one_dataset(chunk_size: int | None, monkeypatch: pytest.Mon
         np.testing.assert_allclose(parts, one, rtol=1e-7)
 
 
+@pytest.mark.slow
 def test_factors_may_be_given_and_drawn() -> None:
     with jax.enable_x64(True):
         model, p, x, y = MODELS["perceptron"]()

@@ -263,6 +263,7 @@ def factors_of(name: str, **options: Any) -> tuple[KroneckerFactors, Any]:
     return jax.jit(kfac(model, cross_entropy, **({"fisher": "exact"} | options)))(p, x, y), p
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("largest", [(4096, 1024), (3, 1)])
 def test_methods_agree_with_the_dense_matrix(name: str, largest: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,6 +289,7 @@ def test_methods_agree_with_the_dense_matrix(name: str, largest: Any, monkeypatc
         np.testing.assert_allclose((3.0 * found).dense(), 3 * d, rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.slow
 def test_factors_of_batches_are_averaged() -> None:
     with jax.enable_x64(True):
         model, p, x, y = MODELS["attention"]()

@@ -136,6 +136,7 @@ def network(net: Any, x: Any) -> Any:
     return net(x)
 
 
+@pytest.mark.slow
 def test_the_last_layer_of_a_module() -> None:
     x, y = jnp.float32(normal(N, 4)), labels(3, N)
     net = Net(nnx.Rngs(0))

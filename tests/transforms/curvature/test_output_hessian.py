@@ -112,6 +112,7 @@ def root(loss: Any, other: Any, outputs: Any) -> tuple[OutputHessian, np.ndarray
     return found, np.reshape(columns, (-1, outputs.size)).T
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("size", [0.3, 30.0])
 def test_a_root_times_its_transpose_is_the_hessian(name: str, size: float) -> None:
@@ -151,6 +152,7 @@ def test_negative_by_rounding_is_not_indefinite() -> None:
     assert jnp.isnan(found.prepare(outputs[:64], [tokens])[0]).any()
 
 
+@pytest.mark.slow
 def test_a_cast_to_half_precision_keeps_the_form() -> None:
     outputs, labels = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4)), jnp.float32), jnp.asarray(LABELS)
     loss = lambda o, y: cross_entropy(o.astype(jnp.bfloat16), y).mean()

@@ -178,6 +178,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Any) -> None:
         )
 
 
+@pytest.mark.slow
 def test_members_adapt_their_own_clip_norms() -> None:
     def apply(params: Any, x: Any) -> Any:
         return x @ params["w"] + params["b"]

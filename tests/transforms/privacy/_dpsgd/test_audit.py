@@ -80,6 +80,7 @@ def test_if_each_example_takes_part_in_each_step_the_bound_is_tight() -> None:
     assert found.lower_gdp > 0.75 * found.upper
 
 
+@pytest.mark.slow
 def test_an_audit_of_one_run_stays_below() -> None:
     found = audit(make(**ONE_RUN), params=LARGE, runs=1, canaries=500)
     assert 0 < found.lower <= found.upper
@@ -141,6 +142,7 @@ def test_an_audit_of_one_run_finds_mistakes(name: str, wrong: Any, monkeypatch: 
     assert found.lower > found.upper
 
 
+@pytest.mark.slow
 def test_canaries_may_be_examples() -> None:
     dp = make(num_steps=8, noise_multiplier=0.5, l2_clip_norm=3.0)
     x, y = np.full((1, 4), 5.0, np.float32), np.array([2])
@@ -151,6 +153,7 @@ def test_canaries_may_be_examples() -> None:
     assert len(many.inside) + len(many.outside) == 20
 
 
+@pytest.mark.slow
 def test_chunks_of_runs_change_nothing() -> None:
     whole, parts = (audit(make(), runs=50, chunk_size=size) for size in (None, 7))
     np.testing.assert_allclose(np.sort(whole.inside), np.sort(parts.inside), rtol=1e-4, atol=1e-4)

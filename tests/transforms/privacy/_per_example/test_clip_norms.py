@@ -268,6 +268,7 @@ def test_private_steps_refuse_norms_of_zero() -> None:
         DPSGD(loss, optax.sgd(1.0), l2_clip_norm={**NORMS["four parts"], "head": 0.0}, num_steps=1, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_users_with_different_numbers_of_records(method: Any) -> None:
     counts, width = np.array([1, 4, 2, 3]), 4

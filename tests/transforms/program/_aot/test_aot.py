@@ -256,6 +256,7 @@ def test_the_second_process_has_the_same_to_the_bit_and_compiles_nothing(name, k
     assert (first["compiled"], min(1, first["traced"])) == (1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("aot in two processes")
 @pytest.mark.parametrize("key", ["1", None])
 def test_a_program_runs_on_the_devices_given_to_jit(key, processes):

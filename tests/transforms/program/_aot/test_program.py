@@ -572,6 +572,7 @@ def test_at_the_end_of_a_process_what_is_stale_is_warned_of_and_removed(ended):
     assert "Exception ignored" not in "".join(done.stderr for done in ended)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("aot at the end of processes")
 def test_two_functions_with_one_key_are_correct_or_refused_from_the_second_call(ended):
     stale = 0
@@ -642,6 +643,7 @@ def waiting(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], 
     return directory, done.stdout.splitlines(), lambda name: [line for line in lines if f"{directory / name}/" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("aot at the end of processes")
 def test_at_exit_a_removed_directory_is_not_recreated(waiting):
     directory, _, warnings_about = waiting
@@ -650,6 +652,7 @@ def test_at_exit_a_removed_directory_is_not_recreated(waiting):
     assert not (directory / "gone").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("aot at the end of processes")
 def test_at_exit_untraceable_programs_warn_and_are_removed(waiting):
     directory, _, warnings_about = waiting
@@ -658,6 +661,7 @@ def test_at_exit_untraceable_programs_warn_and_are_removed(waiting):
     assert list((directory / "untraceable").iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("aot at the end of processes")
 def test_at_exit_warnings_as_errors_are_all_shown(waiting):
     directory, _, warnings_about = waiting
@@ -665,6 +669,7 @@ def test_at_exit_warnings_as_errors_are_all_shown(waiting):
     assert list((directory / "several").iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("aot at the end of processes")
 def test_under_an_abstract_mesh_a_program_is_written_too(waiting):
     directory, printed, warnings_about = waiting
@@ -673,6 +678,7 @@ def test_under_an_abstract_mesh_a_program_is_written_too(waiting):
     assert len(list((directory / "abstract").iterdir())) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("aot at the end of processes")
 def test_a_fork_does_not_trace_at_exit(waiting):
     directory, printed, _ = waiting
