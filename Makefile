@@ -54,7 +54,7 @@ guides: $(READY)
 # with QUICK=1, turn the compiler's optimizations off (conftest.py), which takes half the time, except for tests that
 # depend on them. Pytest exits with 5 if it selects no test.
 QUICK ?=
-test: FEW := --cases 2
+test: FEW := --cases 1
 test: AND := not slow and
 test: QUICK := 1
 OPTIMIZED = $(if $(PYTEST_ARGS),,$(shell grep -rlw optimized --include='test_*.py' tests))
