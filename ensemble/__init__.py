@@ -5,7 +5,8 @@
   uncertainty, and `ens[i]` is an ordinary model.
 - `Trainer`: trains all members as one program, each with its own hyperparameters. `fit` adds a progress bar, a history,
   validation, checkpoints, `EarlyStopping` and `Restarts`.
-- `Batches`: shuffled batches, shared by all members or different for each; `grid`: combinations of hyperparameters.
+- `Batches`: shuffled batches, shared by all members or different for each; `ProcessBatches`: those of which each of
+  several processes makes its part; `grid`: combinations of hyperparameters.
 - `save`, `load`, `load_member`: write and read an ensemble or a training state, or read a single member.
 - `k_best`, `exploit`, `greedy_selection`, `soup`, `select`: choose, copy, combine and average members.
 - `Committee`: ensembles and models of different architectures behind one `predict`; `export`, `load_exported`: the
@@ -45,6 +46,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..transforms._core.prediction import Prediction
 from ..transforms._core.version import __version__ as __version__
+from ..transforms._runs.loop import Preempted
 from ..transforms.program._aot.exported import Exported, load_exported
 from . import averages, calibration, distillation, metrics, plots
 from ._members.ensemble import Ensemble
@@ -53,7 +55,8 @@ from ._sharing.committee import Committee
 from ._sharing.export import export
 from ._step.member_status import MemberStatus
 from ._step.state import TrainState
-from ._training.batches import Batches
+from ._training._data.batches import Batches
+from ._training._data.process_batches import ProcessBatches
 from ._training.callbacks import Callback
 from ._training.checkpoint import load, load_member, save
 from ._training.early_stopping import EarlyStopping, Restarts
@@ -73,6 +76,8 @@ __all__ = [
     "Exported",
     "MemberStatus",
     "Prediction",
+    "Preempted",
+    "ProcessBatches",
     "Restarts",
     "Selection",
     "TensorBoard",

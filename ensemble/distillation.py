@@ -18,7 +18,7 @@ from ..transforms._models.split_model import is_model
 from ..transforms._runs.data import examples
 from ._members.ensemble import Ensemble
 from ._sharing.committee import Committee
-from ._training.batches import Batches
+from ._training._data.batches import Batches
 from ._training.trainer import Trainer
 
 __all__ = ["Targets", "dirichlet", "distill", "loss", "targets"]

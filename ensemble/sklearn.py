@@ -17,7 +17,7 @@ from ..transforms._core.arguments import check_choice, check_count, check_number
 from ..transforms._core.prng import is_key
 from ..transforms.modules import Base, tabm
 from ._members.ensemble import Ensemble
-from ._training.batches import Batches
+from ._training._data.batches import Batches
 from ._training.trainer import Trainer
 from .calibration import conformal_radius
 

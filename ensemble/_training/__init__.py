@@ -21,8 +21,7 @@ Input: an `Ensemble` and batches. Output: trained members, a history and checkpo
   `Checkpoint.member` reads only one member, and `write` replaces a directory atomically.
 - `population.py`: `select`, `exploit`, `soup` and other operations between runs, which select, copy, perturb or average
   members.
-- `batches.py`: `Batches`, random batches, shared by all members or different for each; `in_epochs`, several passes
-  over batches.
+- `_data`: `Batches`, `ProcessBatches`, and several passes over batches.
 - `grid.py`: `grid`, hyperparameters for every combination of values.
 - `tensorboard.py`: `TensorBoard`, a callback that writes the metrics as curves.
 """

@@ -21,10 +21,10 @@ from ...transforms._runs.checkpoint import Checkpoint
 from ...transforms._runs.data import as_arrays
 from ...transforms._runs.history import History, Recorder, recorded
 from ...transforms._runs.identity import Identity, check_same_run, in_a_run
-from ...transforms._runs.loop import run, skip
+from ...transforms._runs.loop import run
 from ...transforms._runs.processes import Group
 from ...transforms._runs.run_directory import RunDirectory
-from ...transforms._runs.source import Source, Stacked, first_batch
+from ...transforms._runs.source import Source, Stacked, first_batch, go_to, position
 from .._execution.autotune import Tuning
 from .._execution.forms import State
 from .._execution.search import Search
@@ -43,13 +43,13 @@ from .progress import range_of, range_of_loss, told_of
 from .schedule import Schedule
 from .validation import Validation, check_name
 
-Resumed = tuple[TrainState, dict[str, np.ndarray] | None, Execution | None, dict[str, Any]]
+Resumed = tuple[TrainState, dict[str, np.ndarray] | None, Execution | None, dict[str, Any], list[Any] | None]
 
 
 def resumed(
     store: RunDirectory | None, identity: Identity | None, state: TrainState, stepper: Stepper, watch: Watch
 ) -> Resumed:
-    """Return the state from which a run continues, with its history, its execution, and the data of its `Watch`."""
+    """Return the state from which a run goes on, its history, execution, data of its `Watch`, place in the batches."""
     found = None
     if store is not None and identity is not None:
         read = store.newest(partial(_read, state, stepper.settings(), watch, store.resume is True))
@@ -61,9 +61,9 @@ def resumed(
                 found = (_with_hyperparams(found[0], state), *found[1:])
     # A checkpoint before the given state is ignored: a later state means that training has continued elsewhere.
     if found is None or int(found[0].step) < watch.start:
-        return state, None, None, {}
+        return state, None, None, {}, None
     # At the step of a checkpoint the given state is used, without the `Watch` data: a new run with its own patience.
-    return found if int(found[0].step) > watch.start else (state, *found[1:3], {})
+    return found if int(found[0].step) > watch.start else (state, *found[1:3], {}, None)
 
 
 class Report(NamedTuple):
@@ -90,6 +90,7 @@ class Run:
     watch: Watch
     recorder: Recorder
     store: RunDirectory | None
+    source: Source
     callbacks: Sequence[Callback]
     schedule: Schedule
     taken: int
@@ -235,7 +236,8 @@ class Run:
         self.saved = step
         assert self.identity is not None
         execution = self.search.best if isinstance(self.search, Search) else self.execution
-        about = {**self.stepper.settings(execution), **self.identity.manifest()}
+        place = position("Trainer.fit", self.source, self.store.group)
+        about = {**self.stepper.settings(execution), **self.identity.manifest(), "position": place}
         more = self.watch.parts(step, full)
         self.store.write(step, lambda path: write_state("Trainer.fit", path, full, about, self.recorder.arrays(), more))
 
@@ -287,44 +289,43 @@ def train(
 ) -> tuple[TrainState[M], History]:
     """Resume or begin a run, and train to its end; the rest of `Trainer.fit`, once its options are checked."""
     start, group = watch.start, Group.of(state)
-    begin, recorded, execution, watched = resumed(store, identity, state, stepper, watch)
-    step = int(begin.step)
+    begin, recorded, execution, watched, place = resumed(store, identity, state, stepper, watch)
+    step, taken = int(begin.step), Source(source, partial(as_arrays, "Trainer.fit", "batch"))
     if store is not None and identity is not None:
         if target is not None and step > target:
             newest = f"the newest checkpoint in {store.directory} is at step {step}, after step {target}"
             raise ValueError(f"Trainer.fit: {newest}; take more steps or use another directory.")
         if step > start:
             # Compared before any step: if there is none left, the result is that of the checkpoint.
-            check_program(identity, stepper, begin, skip("Trainer.fit", source, step - start))
+            check_program(identity, stepper, begin, go_to("Trainer.fit", source, step - start, place, group))
             store.going_on(step, identity.differences)
         if step != target:
             store.check_room(step, (begin, watch.best, watch.snapshot))
+            position("Trainer.fit", taken, group)  # raises before the first step
     recorder = Recorder(history_every, recorded)
     schedule = Schedule(None if store is None else store.directory, execution)
     length = None if total is None else start + total
-    steps_of_run = Run(stepper, watch, recorder, store, callbacks, schedule, step, length, history_every, identity)
+    run_of = Run(stepper, watch, recorder, store, taken, callbacks, schedule, step, length, history_every, identity)
     first: State = watch.begin(copied_rows(begin), watched)
     ended, _, interrupted = run(
         first,
-        Source(source, partial(as_arrays, "Trainer.fit", "batch")),
-        steps_of_run.advance,
+        taken,
+        run_of.advance,
         step=step,
         target=target,
-        record=steps_of_run.record,
-        say=lambda _, report: steps_of_run.text(report),
-        save=None if store is None else steps_of_run.save,
+        record=run_of.record,
+        say=lambda _, report: run_of.text(report),
+        save=None if store is None else run_of.save,
         checkpoint_every=checkpoint_every,
-        # Only the first process shows a bar. With several processes Ctrl-C must not end only one of them: the others
-        # would wait for it in a collective.
-        progress=watch.aloud,
-        interruptible=group.is_alone,
+        progress=watch.aloud,  # only the first process shows a bar
+        group=group,
         done=step - start,
         total=total,
         finished=lambda: watch.finished,
         together=together,
-        at_once=steps_of_run.needs_state,
+        at_once=run_of.needs_state,
     )
-    last = steps_of_run.finish(state, ended, target, interrupted)
+    last = run_of.finish(state, ended, target, interrupted)
     return last, recorder.rows(columns(stepper, begin))
 
 
@@ -346,7 +347,7 @@ def _read(
     with in_a_run():
         state, watched = read_run(checkpoint, like, watch.parts(0, like))
     execution = Execution(*(about[x] for x in Execution._fields if x in about))
-    return (state, checkpoint.history(), execution, watched), checkpoint, differences
+    return (state, checkpoint.history(), execution, watched, about.get("position")), checkpoint, differences
 
 
 def _with_hyperparams(state: TrainState, given: TrainState) -> TrainState:

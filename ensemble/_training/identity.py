@@ -14,7 +14,7 @@ from .._execution.executor import StepInputs
 from .._execution.forms import State
 from .._execution.stepper import Stepper
 from .._step.state import TrainState
-from .batches import Batches, BatchIterator
+from ._data.batches import Batches, BatchIterator
 from .checkpoint import one_row
 
 

@@ -34,7 +34,7 @@ from .._step.member_step import MemberStep
 from .._step.optimizer import MemberOptimizer, check_size
 from .._step.shared_step import SharedStep
 from .._step.state import TrainState, check_state
-from .batches import check_source, in_epochs
+from ._data.batches import check_source, in_epochs
 from .callbacks import Callback
 from .early_stopping import EarlyStopping, Restarts, Watch
 from .fit import check_watched, intervals, train

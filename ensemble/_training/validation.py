@@ -23,7 +23,7 @@ from .._members.strategy import Execution, over_members
 from .._step.loss import MemberLoss
 from .._step.member_step import metrics_of
 from .._step.state import Arrays, TrainState
-from .batches import Batches, BatchIterator
+from ._data.batches import Batches, BatchIterator
 
 Metrics = Callable[..., Mapping[str, Any]]
 

@@ -7,8 +7,8 @@ one step and save it; they get back the last state and a history:
   ones; a checkpoint that cannot be written does not end the run;
 - `lock.py` locks the directory, so that two runs do not write to the same one;
 - `identity.py` compares a run with the one that wrote a checkpoint: its first state, its batches and its program;
-- `loop.py` takes the steps, shows progress, saves checkpoints at an interval, and stops cleanly on Ctrl-C;
-- `source.py` takes the batches one by one, or several as one;
+- `loop.py` takes the steps, shows progress, saves checkpoints at an interval, and stops cleanly on Ctrl-C and SIGTERM;
+- `source.py` takes the batches one by one, or several as one, and goes to where a resumed run was in them;
 - `data.py` converts and checks the arrays of a batch or of all examples;
 - `optimizer.py` brings optax optimizers into one form, and checks that a state belongs to one;
 - `history.py` records metrics in arrays and returns them as rows;

@@ -1,4 +1,4 @@
-"""The training loop: a step for each batch, with progress, checkpoints and a clean stop on Ctrl-C."""
+"""The training loop: a step for each batch, with progress, checkpoints, and a clean stop on Ctrl-C and SIGTERM."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import islice
 from types import FrameType, SimpleNamespace
 from typing import Any, TypeVar
 
+import jax
+
 from .._core.arguments import check_count, describe
+from .processes import ALONE, Group
 from .source import Source
 
 State = TypeVar("State")
@@ -24,6 +26,25 @@ _AHEAD = 2
 # Waiting for a step takes some 30 us, and so is done for several short steps at once: for at most this many, which take
 # about this many seconds.
 _TOGETHER, _SECONDS = 16, 2e-3
+
+
+# What a shell reports for a process that SIGTERM has ended. Schedulers start such a process again: Kubeflow restarts
+# codes above 127, and a Kubernetes job, Slurm and Ray any code that is not 0.
+_CODE = 128 + signal.SIGTERM
+
+
+class Preempted(SystemExit):
+    """Raised after SIGTERM, when the step is done and its checkpoint written; it ends the process with code 143.
+
+    Clusters send SIGTERM before they take a machine away. Run the same program again to go on.
+
+    Attributes:
+      step: the step of the checkpoint.
+    """
+
+    def __init__(self, step: int) -> None:
+        super().__init__(_CODE)
+        self.step = step
 
 
 def run(
@@ -38,14 +59,14 @@ def run(
     save: Callable[[State], None] | None,
     checkpoint_every: int | None,
     progress: bool,
-    interruptible: bool = True,
+    group: Group = ALONE,
     done: int,
     total: int | None,
     finished: Callable[[], bool] = lambda: False,
     together: int = 1,
     at_once: Callable[[int, Any], bool] = lambda *_: False,
 ) -> tuple[State, int, bool]:
-    """Take steps until the target, the end of the batches or Ctrl-C.
+    """Take steps until the target, the end of the batches, Ctrl-C or SIGTERM.
 
     Args:
       state: the initial state; anything that `advance` accepts.
@@ -60,7 +81,8 @@ def run(
       save: writes a checkpoint of a state; None for no checkpoints.
       checkpoint_every: steps between checkpoints; None for one at the end only. There is always one at the end.
       progress: whether to show the bar.
-      interruptible: whether Ctrl-C ends the loop after the current step; otherwise it interrupts the step.
+      group: the processes that take the steps. With several, Ctrl-C interrupts the step: if only one of them ended
+        the loop, the others would wait for it in a collective.
       done: the number of steps of the bar that were taken before.
       total: the total number of steps of the bar, if known.
       finished: called before each step; returns whether to stop.
@@ -72,14 +94,19 @@ def run(
 
     Returns:
       The last state, its number of steps, and whether Ctrl-C ended the loop.
+
+    Raises:
+      Preempted: SIGTERM ended the loop, in all processes before the same step; the last state is saved.
     """
     from tqdm import tqdm  # imported here, since importing the library should load only JAX
 
     saved, shown = step, -math.inf
     waiting: deque[tuple[int, Any, int]] = deque()
     last: tuple[int, Any, int] | None = None
+    leaving = False
     with (
-        _on_interrupt(interruptible) as interrupt,
+        _on_interrupt(group.is_alone) as interrupt,
+        _on_preemption(group, save is not None) as preempted,
         tqdm(total=total, initial=done, unit="step", disable=not progress, dynamic_ncols=True) as bar,
     ):
         # JAX returns before a step is computed. Waiting for the oldest of several, not for the newest, keeps the device
@@ -98,6 +125,8 @@ def run(
 
         ahead, now = _AHEAD, time.monotonic()
         while step != target and not interrupt.requested and not finished():
+            if leaving := preempted(step):
+                break
             count = 1 if step % together or (target is not None and step + together > target) else together
             try:
                 several = source.stacked(count) if count > 1 and isinstance(source, Source) else None
@@ -105,7 +134,7 @@ def run(
             except StopIteration:
                 break
             except KeyboardInterrupt:  # raised while a batch was made, if our handler is not installed
-                if interrupt.requested or not interruptible:
+                if interrupt.requested or not group.is_alone:
                     raise
                 interrupt.requested = True
                 break
@@ -130,6 +159,10 @@ def run(
             save(state)
         if interrupt.requested and progress:
             tqdm.write(f"Stopped by Ctrl-C after step {step}.")
+        if leaving:
+            if progress:
+                tqdm.write(f"Stopped by SIGTERM after step {step}; start the same program again to go on.")
+            raise Preempted(step)
     return state, step, interrupt.requested
 
 
@@ -156,22 +189,52 @@ def _on_interrupt(wanted: bool) -> Iterator[SimpleNamespace]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@contextmanager
+def _on_preemption(group: Group, saves: bool) -> Iterator[Callable[[int], bool]]:
+    """Yield a function of the number of a step that returns whether to stop before it.
+
+    Args:
+      group: the processes of the run. Several call the function before each of their steps, with increasing numbers;
+        it returns True in all of them before the same step.
+      saves: whether the run writes checkpoints. A single process that does not is left to the default, which ends it.
+    """
+    if not group.is_alone:
+        yield _synchronized()
+        return
+    notice = SimpleNamespace(seen=False)
+
+    def handle(*_: Any) -> None:
+        notice.seen = True
+
+    # Only the main thread may set a handler. That of the user's program stays in place, and that of JAX, which Python
+    # does not see.
+    main = threading.current_thread() is threading.main_thread()
+    free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and not jax.distributed.is_initialized()
+    ours = saves and main and free
+    if ours:
+        signal.signal(signal.SIGTERM, handle)
+    try:
+        yield lambda _: notice.seen
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _synchronized() -> Callable[[int], bool]:
+    """Return JAX's function for it, which costs microseconds until one process has received the signal."""
+    from jax.experimental.multihost_utils import reached_preemption_sync_point
+
+    if not jax.config.values["jax_enable_preemption_service"]:
+        return lambda _: False
+    return reached_preemption_sync_point
+
+
 def iterate(api: str, batches: Iterable[Any]) -> Iterator[Any]:
     """Return an iterator over the batches; raise if they cannot be iterated."""
     try:
         return iter(batches)
     except TypeError:
         raise TypeError(f"{api}: batches must be an iterable of batches, but got {describe(batches)}.") from None
-
-
-def skip(api: str, source: Iterator[Any], count: int) -> Any:
-    """Skip the batches that a checkpoint has used, and return the first of them; raise if there are fewer."""
-    first = list(islice(source, 1))
-    # A source with a method `skip` need not create the batches that it skips.
-    rest = source.skip(count - 1) if hasattr(source, "skip") else sum(1 for _ in islice(source, count - 1))
-    if (skipped := len(first) + rest) < count:
-        raise ValueError(f"{api}: the checkpoint has used {count} batches, but got {skipped}; pass the same batches.")
-    return first[0]
 
 
 def total_steps(batches: Any, steps: int | None) -> int | None:

@@ -50,6 +50,11 @@ class Group:
         return len(self.processes) == 1
 
     @property
+    def place(self) -> int:
+        """Return the place of this process among them."""
+        return self.processes.index(jax.process_index())
+
+    @property
     def is_first(self) -> bool:
         """Return whether this process does what only one process may do, such as renaming a directory."""
         return jax.process_index() == self.processes[0]
@@ -82,6 +87,9 @@ class Group:
                 mine = process == jax.process_index()
                 raise error if error is not None and mine else _error(failure[0], failure[1], process)
         return result  # type: ignore[return-value]  # no process has failed, so it has a value
+
+
+ALONE = Group((0,))
 
 
 def _kind(error: BaseException) -> str:

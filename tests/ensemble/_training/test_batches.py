@@ -14,7 +14,7 @@ from flax import nnx
 
 from plurax.ensemble import Batches, EarlyStopping, Ensemble, Trainer
 from plurax.ensemble._training import batches as batches_module
-from plurax.ensemble._training.batches import shuffled
+from plurax.ensemble._training._data.batches import shuffled
 
 
 class LikeATensor:

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...transforms._core.arguments import check_choice, check_count, check_number, describe
-from ...transforms._core.axes import Axes
-from ...transforms._core.prng import check_key
-from ...transforms._runs.data import examples, is_array_like
+from ....transforms._core.arguments import check_choice, check_count, check_number, describe
+from ....transforms._core.axes import Axes
+from ....transforms._core.prng import check_key
+from ....transforms._runs.data import examples, is_array_like
 
 Draw = Literal["all", "bootstrap", "subset"]
 
