@@ -147,6 +147,20 @@ def stack(p: Any, x: Any, gather: Callable[[Any], Any] = lambda p: p) -> Any:
     return jnp.mean(jnp.square(y - jnp.roll(x, -1, 1)))
 
 
+def apply_layers(p: Any, x: Any) -> Any:
+    """Return the output of layers in a list."""
+    for w in p:
+        x = block(x, w, causal=False)
+    return x
+
+
+def stack_loss(y: Any, x: Any) -> Any:
+    """Return the loss of an output that shall be the input of the next position."""
+    import jax.numpy as jnp
+
+    return jnp.mean(jnp.square(y - jnp.roll(x, -1, 1)))
+
+
 def gradients(loss: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     """Return the ordinary gradient of a loss, and the clipped one by each method."""
     import jax
@@ -243,6 +257,7 @@ def on_tpu() -> Tables:
     from jax.sharding import PartitionSpec as P
 
     from plurax.ensemble import Ensemble, Trainer
+    from plurax.ensemble._members.sharding import Layout
 
     both, grid = ("data", "model"), {"data": 16, "model": 16}
 
@@ -300,6 +315,25 @@ def on_tpu() -> Tables:
             rows.append(row | {"gradients (MB)": 4 * numbers / 1e6})
         return rows
 
+    def divided_members() -> list[Row]:
+        """Compile the step of transformers whose arrays are split too, where `Trainer` puts them."""
+        rows = []
+        for parts in ((1, 2, 2), (4, 2, 2), (16, 2, 2), (64, 2, 2), (16, 4, 4), (16, 16, 1)):
+            mesh = dict(zip(("ensemble", "data", "model"), parts, strict=True))
+            members, on = 2 * mesh["ensemble"], AbstractMesh(parts, tuple(mesh))
+            trainer = Trainer(lambda model, x: stack_loss(model(x), x), optax.adam(1e-3), mesh=on, strategy="vmap")
+            one = layers(4, 512, False)
+
+            def start(trainer: Any = trainer, one: Any = one, members: int = members) -> Any:
+                zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), one)
+                return trainer.init(Ensemble.from_apply(apply_layers, [zeros] * members))
+
+            state, layout = jax.eval_shape(start), Layout.of("benchmark", on)
+            places = lambda x, layout=layout: layout.of_members(x).spec if x.ndim else P(), P("data")
+            row = compiled(trainer.step, mesh, state, shape(16 * mesh["data"], 128, 512), shardings=places)
+            rows.append({"chips": math.prod(parts), "members × data × model": " × ".join(map(str, parts))} | row)
+        return rows
+
     def alone(fun: Any, *args: Any) -> Any:
         return reported(fun, "v5e:2x2", *args), ""
 
@@ -309,6 +343,8 @@ def on_tpu() -> Tables:
         "4 layers of 512, 4 sequences of 128 for each chip, v5e, all over one axis": scaling,
         "4 layers of 512, 16 sequences of 128, tensor parallel, on v5e:4x4: batch over 4, each layer over 4": divided,
         "`Trainer.step` of convolutional networks, 4 on each chip, 64 images for each part of the batch": members,
+        "`Trainer.step` of 4 layers of 512, two members on the chips of each, 16 sequences of 128 for each part of the "
+        "batch": divided_members,
     }
     return tables | transforms(alone)
 

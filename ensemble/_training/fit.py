@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -238,8 +239,12 @@ class Run:
         execution = self.search.best if isinstance(self.search, Search) else self.execution
         place = position("Trainer.fit", self.source, self.store.group)
         about = {**self.stepper.settings(execution), **self.identity.manifest(), "position": place}
-        more = self.watch.parts(step, full)
-        self.store.write(step, lambda path: write_state("Trainer.fit", path, full, about, self.recorder.arrays(), more))
+
+        def write(path: Path, held: tuple[TrainState, dict[str, np.ndarray], dict[str, Any]]) -> None:
+            full, history, more = held
+            write_state("Trainer.fit", path, full, about, history, more)
+
+        self.store.write(step, (full, self.recorder.arrays(), self.watch.parts(step, full)), write)
 
     def finish(self, given: TrainState, ended: State, target: int | None, interrupted: bool) -> TrainState:
         """Return the final state of all members; warn of non-finite parameters, and of a run that ended early."""

@@ -1,4 +1,8 @@
-"""The checkpoints of a run: lock their directory, find the newest undamaged one, write new ones, remove old ones."""
+"""The checkpoints of a run: lock their directory, find the newest undamaged one, write new ones, remove old ones.
+
+A process that is alone writes them in a thread while the run goes on, from copies of the arrays. Several processes
+agree after each part of the work, by programs that must not run between those of the steps, so they wait.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,16 @@ import sys
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from .._core.memory import in_words
 from .checkpoint import Checkpoint
@@ -43,13 +50,15 @@ class RunDirectory:
     keep: int
     group: Group
     resume: Resume
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    _written: list[tuple[int, Future[None]]] = field(default_factory=list)  # the last one, until its end is noticed
 
     @classmethod
     @contextmanager
     def open(
         cls, api: str, directory: Any, keep: int, group: Group, resume: Resume, step: int
     ) -> Iterator[RunDirectory | None]:
-        """Lock the directory, and yield it; None without a directory.
+        """Lock the directory, and yield it; None without a directory. At the end the last checkpoint is written.
 
         The directory is created if it is missing, and unfinished checkpoints of killed runs are removed.
 
@@ -74,7 +83,12 @@ class RunDirectory:
                         shutil.rmtree(path, ignore_errors=True)
 
             group.agree(lock)
-            yield cls(api, directory, keep, group, resume)
+            store = cls(api, directory, keep, group, resume)
+            try:
+                yield store
+            finally:
+                store._settle(stacklevel=6)
+                store._thread.shutdown()
 
     def newest(self, read: Callable[[Checkpoint], Found]) -> Found | None:
         """Return the result of `read` for the newest undamaged checkpoint, or None if there is none.
@@ -121,11 +135,26 @@ class RunDirectory:
 
         self.group.agree(check)
 
-    def write(self, step: int, write: Callable[[Path], None]) -> None:
-        """Write the checkpoint of a step by calling `write` with its path, and remove all but the newest `keep`.
+    def write(self, step: int, held: Found, write: Callable[[Path, Found], None]) -> None:
+        """Write the checkpoint of a step, and remove all but the newest `keep`.
 
         If the disk is full, or fails in another way, warn: a run does not end for lack of a checkpoint.
+
+        Args:
+          step: the step.
+          held: a pytree with the arrays, whose memory the run may reuse afterwards.
+          write: a function of the path and of `held`, or a copy of it.
         """
+        self._settle(stacklevel=8)  # the user's line: above `save`, `run`, `train` and `fit`
+        if self.group.is_alone:
+            self._written.append((step, self._thread.submit(self._write, step, _copied(held), write)))
+            return
+        try:
+            self._write(step, held, write)
+        except OSError as error:
+            self._warn(step, error, stacklevel=7)
+
+    def _write(self, step: int, held: Found, write: Callable[[Path, Found], None]) -> None:
         path = self.directory / f"step_{step:08d}"
 
         def make_room() -> None:
@@ -139,14 +168,23 @@ class RunDirectory:
                 for old in [path for path in self._paths() if _is_whole(path)][: -self.keep]:
                     shutil.rmtree(old)
 
-        try:
-            self.group.agree(make_room)
-            write(path)
-            self.group.agree(remove_old)
-        except OSError as error:
-            what = f"the checkpoint of step {step} in {self.directory} cannot be written: {error}"
-            then = "The run goes on, and tries again at its next checkpoint; only memory holds the steps until then."
-            warnings.warn(f"{self.api}: {what}. {then}", stacklevel=6)
+        self.group.agree(make_room)
+        write(path, held)
+        self.group.agree(remove_old)
+
+    def _settle(self, stacklevel: int) -> None:
+        """Wait until the last checkpoint is written; warn if it could not be."""
+        while self._written:
+            step, work = self._written.pop()
+            try:
+                work.result()
+            except OSError as error:
+                self._warn(step, error, stacklevel)
+
+    def _warn(self, step: int, error: OSError, stacklevel: int) -> None:
+        what = f"the checkpoint of step {step} in {self.directory} cannot be written: {error}"
+        then = "The run goes on, and tries again at its next checkpoint; only memory holds the steps until then."
+        warnings.warn(f"{self.api}: {what}. {then}", stacklevel=stacklevel)
 
     def _set_aside(self) -> None:
         """Rename all checkpoints, so that no run goes on from them, and none is removed for newer ones."""
@@ -166,6 +204,19 @@ class RunDirectory:
         """Return the paths with names of checkpoints, by step."""
         paths = [path for path in self.directory.iterdir() if re.fullmatch(r"step_\d{8,}", path.name)]
         return sorted(paths, key=lambda path: int(path.name[5:]))
+
+
+def _copied(held: Found) -> Found:
+    """Return copies of the arrays, in the memory of the host."""
+
+    def copy(x: Any) -> Any:
+        if not isinstance(x, jax.Array):
+            # Numbers become arrays here, since JAX's settings of a thread, such as `enable_x64`, are not the caller's.
+            return np.array(x) if isinstance(x, np.ndarray) else jnp.asarray(x)
+        on_host = all(device.platform == "cpu" for device in x.devices())
+        return jnp.copy(x) if on_host else jax.device_put(x, jax.local_devices(backend="cpu")[0])
+
+    return jax.tree.map(copy, held)
 
 
 def _is_whole(path: Path) -> bool:

@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -50,18 +51,43 @@ def test_errors_of_tensorstore_are_those_of_the_operating_system(tmp_path: Path)
 
 
 def test_a_checkpoint_that_cannot_be_written_warns(tmp_path: Path) -> None:
-    def fail(path: Path) -> None:
+    def fail(path: Path, held: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
+    def mistake(path: Path, held: Any) -> None:
+        raise ValueError("no member")  # not a failing disk
+
+    match = rf"^fit: the checkpoint of step 5 in {re.escape(str(tmp_path))} cannot be written: .*No space left on dev"
+    with pytest.warns(UserWarning, match=match), opened(tmp_path) as store:
+        store.write(5, None, fail)  # type: ignore[union-attr]  # with a directory it is one
     with opened(tmp_path) as store:
         assert store is not None
-        match = (
-            rf"^fit: the checkpoint of step 5 in {re.escape(str(tmp_path))} cannot be written: .*No space left on dev"
-        )
+        store.write(5, None, fail)
         with pytest.warns(UserWarning, match=match):
-            store.write(5, fail)
-        with pytest.raises(ValueError, match="no member"):  # a mistake, not a failing disk
-            store.write(5, lambda path: (_ for _ in ()).throw(ValueError("no member")))
+            store.write(6, None, lambda *_: None)
+    with pytest.raises(ValueError, match="no member"), opened(tmp_path) as store:
+        store.write(5, None, mistake)  # type: ignore[union-attr]
+
+
+def test_a_checkpoint_holds_copies_and_is_written_while_the_run_goes_on(tmp_path: Path) -> None:
+    later, found = threading.Event(), []
+
+    def write(path: Path, held: Any) -> None:
+        assert later.wait(60)
+        found.append((path.name, held))
+
+    state = {"x": jnp.arange(3.0), "n": np.arange(2), "key": jax.random.key(1), "one": 1}
+    with opened(tmp_path) as store:
+        assert store is not None
+        store.write(7, state, write)
+        jax.jit(lambda x: x + 1, donate_argnums=0)(state["x"]).block_until_ready()
+        state["n"] += 1
+        assert state["x"].is_deleted()
+        later.set()
+    ((name, held),) = found
+    assert name == "step_00000007"
+    assert (held["x"].tolist(), held["n"].tolist(), held["one"].tolist()) == ([0.0, 1.0, 2.0], [0, 1], 1)
+    assert held["key"] == jax.random.key(1)
 
 
 def test_the_room_for_a_checkpoint_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

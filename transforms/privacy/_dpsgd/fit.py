@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -189,7 +190,7 @@ def _save(
 ) -> None:
     """Write a checkpoint of a run with its history; `whole` adds the frozen arrays to a state."""
 
-    def write(path: Any) -> None:
-        write_state("DPSGD.fit", path, whole(state), recorder.arrays(), identity.manifest())
+    def write(path: Path, held: tuple[DPState, dict[str, np.ndarray]]) -> None:
+        write_state("DPSGD.fit", path, *held, identity.manifest())
 
-    store.write(int(state.step), write)
+    store.write(int(state.step), (whole(state), recorder.arrays()), write)
