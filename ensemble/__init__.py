@@ -7,7 +7,8 @@
   validation, checkpoints, `EarlyStopping` and `Restarts`.
 - `Batches`: shuffled batches, shared by all members or different for each; `ProcessBatches`: those of which each of
   several processes makes its part; `grid`: combinations of hyperparameters.
-- `save`, `load`, `load_member`: write and read an ensemble or a training state, or read a single member.
+- `save`, `load`, `load_member`: write and read an ensemble or a training state, or read a single member; `to_orbax`,
+  `from_orbax`: as a checkpoint of Orbax.
 - `k_best`, `exploit`, `greedy_selection`, `soup`, `select`: choose, copy, combine and average members.
 - `Committee`: ensembles and models of different architectures behind one `predict`; `export`, `load_exported`: the
   prediction as one file for a server, which needs JAX and flatbuffers only.
@@ -61,6 +62,7 @@ from ._training.callbacks import Callback
 from ._training.checkpoint import load, load_member, save
 from ._training.early_stopping import EarlyStopping, Restarts
 from ._training.grid import grid
+from ._training.orbax import from_orbax, to_orbax
 from ._training.population import Selection, exploit, greedy_selection, k_best, select, soup
 from ._training.tensorboard import TensorBoard
 from ._training.trainer import Trainer
@@ -89,6 +91,7 @@ __all__ = [
     "distillation",
     "exploit",
     "export",
+    "from_orbax",
     "greedy_selection",
     "grid",
     "k_best",
@@ -100,6 +103,7 @@ __all__ = [
     "save",
     "select",
     "soup",
+    "to_orbax",
 ]
 
 # Deprecated names and their replacements. They are not in `__all__`, or every star import would warn.

@@ -19,6 +19,7 @@ Input: an `Ensemble` and batches. Output: trained members, a history and checkpo
 - `checkpoint.py`: `save`, `load` and `load_member`: an ensemble or a training state on disk, alone or as part of a run.
   They define the arrays that an ensemble consists of; `transforms/_runs/checkpoint.py` reads and writes them:
   `Checkpoint.member` reads only one member, and `write` replaces a directory atomically.
+- `orbax.py`: `to_orbax` and `from_orbax`, the same as a checkpoint of Orbax.
 - `population.py`: `select`, `exploit`, `soup` and other operations between runs, which select, copy, perturb or average
   members.
 - `_data`: `Batches`, `ProcessBatches`, and several passes over batches.
