@@ -16,7 +16,7 @@ one step and save it; they get back the last state and a history:
   reads and checks all of it, or a single member (`Checkpoint.member`). The directory is written under a temporary name
   and renamed once it is on the disk, so it is either complete or absent;
 - `held_rows.py` finds the members that this process holds or needs, where arrays spread over devices;
-- `array_store.py` writes named arrays to a directory, and reads some of them, with tensorstore;
+- `array_store.py` reads the arrays of checkpoints of earlier versions, with tensorstore;
 - `processes.py` lets several processes that share arrays exchange small values, and raise together if one fails.
 
 `atomic_write.py` writes a single file atomically, for all files of the library (safetensors, tuning caches, programs):

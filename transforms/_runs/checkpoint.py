@@ -1,21 +1,23 @@
 """Checkpoints: arrays of one or several members on disk, one subtree per member.
 
-A checkpoint is a directory with: `arrays/0/` and so on, one for each process that has written members, with arrays
-named like `members.000003.ensemble.0000`; `history.npz`, if there is a history; and `plurax.json`, the manifest, which
-lists every array with its path, shape, dtype and checksums, and every file with its size. The directory is written
-under a temporary name and renamed when it is complete, so under its final name it is complete. Sizes and checksums
-detect later damage.
+A checkpoint is a directory with: `arrays/0/` and so on, one for each process that has written members, with a file for
+each part, such as `ensemble.bin`, which has the bytes of one member after another; `history.npz`, if there is a
+history; and `plurax.json`, the manifest, which lists every array with its path, shape, dtype and checksums, and every
+file with its size. The directory is written under a temporary name and renamed when it is complete, so under its final
+name it is complete. Sizes and checksums detect later damage.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import uuid
 import zlib
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,15 +31,15 @@ from .._core.prng import is_key
 from .._models.split_model import dotted
 from . import array_store
 from .atomic_write import sync
-from .held_rows import as_saved, members_held, members_on_devices, rows, stacked
+from .held_rows import Held, as_saved, members_held, members_on_devices, rows, rows_as_bytes, stacked
 from .processes import Damaged, Group
 
 # For each array of a part its path, shape and dtype, and the stored shape and dtype; see `outline`.
 Outline = list[dict[str, Any]]
 
 _FORMAT = "plurax checkpoint"
-_VERSION = 2
-_WITH_SHARED_ROWS = 3  # of checkpoints with a part that has one row for all members
+_VERSION = 4
+_EARLIER = (2, 3)  # these have an array of tensorstore for each array of a member; 3 has parts with one row for all
 _MANIFEST = "plurax.json"
 _HISTORY = "history.npz"
 
@@ -78,9 +80,9 @@ class Checkpoint:
         if manifest is None:
             raise Damaged(f"{api}: {path} is not a checkpoint of this library, or is damaged: it has no {_MANIFEST}.")
         checkpoint = cls(api, path, manifest)
-        if (version := manifest.get("version")) not in (_VERSION, _WITH_SHARED_ROWS):
+        if (version := manifest.get("version")) not in (*_EARLIER, _VERSION):
             raise ValueError(
-                f"{checkpoint} has version {version}, but this library reads 2 and 3; use the one that wrote it."
+                f"{checkpoint} has version {version}, but this library reads 2 to 4; use the one that wrote it."
             )
         if manifest.pop("checksum", None) != _checksum(manifest):
             raise checkpoint.damaged(f"{_MANIFEST} has changed since it was written")
@@ -135,17 +137,52 @@ class Checkpoint:
 
     def _read(self, part: str, expected: Outline, members: list[int], size: int) -> list[dict[int, np.ndarray]]:
         """Return for each expected array of a part a dict from members to stored arrays."""
-        order = self._order(part, expected, size)
-        entries, wanted = self.manifest["arrays"][part], defaultdict[int, list[str]](list)
-        for i in members:
-            wanted[self.manifest["owners"][i]] += [_name(i, part, j) for j in order if 0 not in entries[j]["stored"]]
-        stored: dict[str, np.ndarray] = {}
+        order, entries = self._order(part, expected, size), self.manifest["arrays"][part]
         try:
-            for owner, names in wanted.items():
-                stored |= array_store.get(self.path / f"arrays/{owner}", names)
+            earlier = self.manifest["version"] in _EARLIER
+            stored = self._read_earlier(part, members, order) if earlier else self._read_rows(part, members, order)
         except Exception as error:  # tensorstore raises many kinds of errors if bytes cannot be read
             raise self.damaged(error) from error
-        return [{i: self._array(i, part, j, stored.get(_name(i, part, j))) for i in members} for j in order]
+        empty = {j: np.zeros(entries[j]["stored"], entries[j]["stored_dtype"]) for j in order}  # these are not written
+        return [{i: self._array(i, part, j, stored.get((i, j), empty[j])) for i in members} for j in order]
+
+    def _read_rows(self, part: str, members: list[int], order: list[int]) -> dict[tuple[int, int], np.ndarray]:
+        """Return arrays by member and place in the outline."""
+        entries, owners = self.manifest["arrays"][part], self.manifest["owners"]
+        dtypes = [jnp.dtype(x["stored_dtype"]) for x in entries]
+        sizes = [math.prod(x["stored"]) * dtype.itemsize for x, dtype in zip(entries, dtypes, strict=True)]
+        ends, row, found = np.cumsum(sizes, dtype=int), sum(sizes), {}
+        counts: dict[int, int] = defaultdict(int)
+        places = []  # of each member in the file of its owner
+        for owner in owners:
+            places.append(counts[owner])
+            counts[owner] += 1
+        with ExitStack() as stack:
+            files = {
+                owner: stack.enter_context((self.path / f"arrays/{owner}/{part}.bin").open("rb"))
+                for owner in {owners[i] for i in members}
+                if row
+            }
+            for i in members if row else ():
+                files[owners[i]].seek(places[i] * row)
+                data = files[owners[i]].read(row)
+                for j in order:
+                    if sizes[j]:
+                        one = np.frombuffer(data[ends[j] - sizes[j] : ends[j]], dtypes[j])
+                        found[i, j] = one.reshape(entries[j]["stored"])
+        return found
+
+    def _read_earlier(self, part: str, members: list[int], order: list[int]) -> dict[tuple[int, int], np.ndarray]:
+        """Return the same from a checkpoint of an earlier version."""
+        entries, wanted = self.manifest["arrays"][part], defaultdict[int, dict[str, tuple[int, int]]](dict)
+        for i in members:
+            filled = (j for j in order if 0 not in entries[j]["stored"])
+            wanted[self.manifest["owners"][i]] |= {f"members.{i:06d}.{part}.{j:04d}": (i, j) for j in filled}
+        found = {}
+        for owner, names in wanted.items():
+            arrays = array_store.get(self.path / f"arrays/{owner}", list(names))
+            found |= {names[name]: array for name, array in arrays.items()}
+        return found
 
     def _order(self, part: str, expected: Outline, size: int) -> list[int]:
         """Return the position of each expected array in the checkpoint; raise if its arrays differ."""
@@ -164,11 +201,9 @@ class Checkpoint:
         places = {key: place for place, key in enumerate(written)}
         return [places[key] for key in wanted]
 
-    def _array(self, i: int, part: str, j: int, stored: np.ndarray | None) -> np.ndarray:
+    def _array(self, i: int, part: str, j: int, stored: np.ndarray) -> np.ndarray:
         """Return array `j` of a part of member `i`, after checking shape, dtype and checksum."""
         entry = self.manifest["arrays"][part][j]
-        if stored is None:  # an array without elements is not written
-            stored = np.zeros(entry["stored"], entry["stored_dtype"])
         if list(stored.shape) != entry["stored"] or str(stored.dtype) != entry["stored_dtype"]:
             raise self.damaged(f"`{entry['path']}` is stored as {describe(stored)}")
         if zlib.crc32(stored.tobytes()) != self.manifest["checksums"][part][i][j]:
@@ -220,32 +255,27 @@ def write(
         def write_members() -> dict[str, Any]:
             """Write the members that this process owns; return their checksums and file sizes for the manifest."""
             mine = [i for i in range(size) if owners[i] == jax.process_index()]
-            arrays: dict[str, np.ndarray] = {}
-            for part, leaves in held.items():
-                for j, leaf in enumerate(leaves):
-                    own = [i for i in mine if i < count[part]]
-                    arrays |= {_name(i, part, j): np.asarray(leaf[i][0])[leaf[i][1]] for i in own}
             home = unfinished / f"arrays/{jax.process_index()}"
-            if mine:
-                array_store.put(home, {name: array for name, array in arrays.items() if array.size})
-                for file in [*home.rglob("*"), home]:
-                    sync(file)
-            # CRC-32 detects accidental damage, but does not protect against deliberate changes.
-            checksums = {name: zlib.crc32(array.tobytes()) for name, array in arrays.items()}
-            files = {f.relative_to(unfinished).as_posix(): f.stat().st_size for f in home.rglob("*") if f.is_file()}
+            if not mine:
+                return {"checksums": {}, "files": {}}
+            home.mkdir(parents=True)
+            checksums = {
+                part: _write_rows(home / f"{part}.bin", [i for i in mine if i < count[part]], leaves)
+                for part, leaves in held.items()
+            }
+            for file in [*home.iterdir(), home, home.parent]:
+                sync(file)
+            files = {f.relative_to(unfinished).as_posix(): f.stat().st_size for f in home.iterdir()}
             return {"checksums": checksums, "files": files}
 
         def finish() -> None:
             """Write history and manifest in the first process, and rename the directory."""
             if not group.is_first:
                 return
-            sums, files = ({k: v for w in written for k, v in w[kind].items()} for kind in ("checksums", "files"))
-            checksums = {
-                part: [[sums[_name(i, part, j)] for j in range(len(arrays))] for i in range(count[part])]
-                for part, arrays in outlines.items()
-            }
-            version = _VERSION if {*count.values()} == {size} else _WITH_SHARED_ROWS
-            manifest: dict[str, Any] = {"format": _FORMAT, "version": version, "size": size, **(about or {})}
+            files = {name: length for one in written for name, length in one["files"].items()}
+            of_each = {part: {i: x for one in written for i, x in one["checksums"].get(part, ())} for part in outlines}
+            checksums = {part: [sums[i] for i in range(count[part])] for part, sums in of_each.items()}
+            manifest: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "size": size, **(about or {})}
             manifest |= {"arrays": outlines, "owners": owners, "checksums": checksums, "files": files}
             if history is not None:
                 # Saved by index: a metric's name may be anything, including the name of a parameter of savez.
@@ -266,7 +296,7 @@ def write(
         all_held = [leaf for part, leaves in held.items() if count[part] == size for leaf in leaves]
         whole = [i for i in range(size) if all(i in leaf for leaf in all_held)]
         # The first process that has all arrays of a member writes them.
-        holders = list(zip(group.processes, group.gather(whole), strict=True))
+        holders = [(process, {*has}) for process, has in zip(group.processes, group.gather(whole), strict=True)]
         owners = [next((process for process, members in holders if i in members), None) for i in range(size)]
         if None in owners:
             lost = owners.index(None)
@@ -278,8 +308,15 @@ def write(
             shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _name(i: int, part: str, j: int) -> str:
-    return f"members.{i:06d}.{part}.{j:04d}"
+def _write_rows(path: Path, members: list[int], leaves: list[Held]) -> list[tuple[int, list[int]]]:
+    """Write the bytes of these members, one after another, and return the checksums of the arrays of each."""
+    found: list[tuple[int, list[int]]] = []
+    with path.open("wb") as file:
+        for some, columns in rows_as_bytes(leaves, members):
+            file.write(np.concatenate(columns, 1).tobytes() if columns else b"")
+            # CRC-32 detects accidental damage, but does not protect against deliberate changes.
+            found += [(i, [zlib.crc32(column[k]) for column in columns]) for k, i in enumerate(some)]
+    return found
 
 
 def outline(tree: Any, *, drop_axis: bool = False) -> list[dict[str, Any]]:

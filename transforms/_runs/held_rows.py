@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._core.prng import is_key
 
+# About so many bytes of members are copied together.
+_BYTES = 2**26
+# For each member an array that contains it, and its index there.
+Held = dict[int, tuple[Any, int]]
+
 
 def rows(tree: Any, size: int) -> int:
     """Return the number of rows of a part, for an ensemble of `size` members."""
@@ -19,7 +25,7 @@ def rows(tree: Any, size: int) -> int:
     return int(leaves[0].shape[0]) if leaves else size
 
 
-def members_held(leaf: Any, size: int) -> dict[int, tuple[Any, int]]:
+def members_held(leaf: Any, size: int) -> Held:
     """Return for each member that is complete in this process an array that contains it, and its index there.
 
     Rows that are split over devices are put together first, by all processes, one array at a time.
@@ -35,6 +41,32 @@ def members_held(leaf: Any, size: int) -> dict[int, tuple[Any, int]]:
         if all(i.indices(n) == (0, n, 1) for i, n in zip(shard.index[1:], leaf.shape[1:], strict=True))
         for place, i in enumerate(range(*shard.index[0].indices(size)))
     }
+
+
+def rows_as_bytes(held: Sequence[Held], members: list[int]) -> Iterator[tuple[list[int], list[np.ndarray]]]:
+    """Yield some members, and for each array their bytes, uint8 (members, bytes), until all have been yielded.
+
+    Args:
+      held: the results of `members_held` for several arrays.
+      members: members that are in all of them.
+    """
+    sizes = [math.prod(x.shape[1:]) * x.dtype.itemsize for x in (leaf[members[0]][0] for leaf in held if members)]
+    together = max(1, _BYTES // max(1, sum(sizes)))
+    for some in (members[k : k + together] for k in range(0, len(members), together)):
+        yield some, [_bytes_of(leaf, some, size) for leaf, size in zip(held, sizes, strict=True)]
+
+
+def _bytes_of(held: Held, members: list[int], size: int) -> np.ndarray:
+    out = np.empty((len(members), size), np.uint8)
+    sources: dict[int, tuple[Any, list[int], list[int]]] = {}
+    for k, i in enumerate(members):
+        array, place = held[i]
+        _, to, places = sources.setdefault(id(array), (array, [], []))
+        to.append(k)
+        places.append(place)
+    for array, to, places in sources.values() if size else ():
+        out[to] = np.ascontiguousarray(np.asarray(array)[places]).reshape(len(to), -1).view(np.uint8)
+    return out
 
 
 def _with_whole_rows(x: jax.Array) -> jax.Array:

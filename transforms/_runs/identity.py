@@ -18,7 +18,7 @@ from .._core.machine import processor
 from .._core.prng import is_key
 from .._core.version import __version__
 from .checkpoint import Checkpoint, OtherStructure
-from .held_rows import members_held, rows
+from .held_rows import members_held, rows, rows_as_bytes
 from .processes import Damaged, Group
 
 # Of larger data, evenly spaced rows of this many bytes in total are compared.
@@ -170,18 +170,20 @@ def in_a_run() -> Iterator[None]:
 def _of_members(tree: Any, size: int) -> dict[str, tuple[str, list[float], float]]:
     """Return for each member that is complete in this process a digest, some of its numbers, and their precision."""
     held = [members_held(leaf, size) for leaf in jax.tree.leaves(tree)]
+    mine = [i for i in range(size) if all(i in leaf for leaf in held)]
     found = {}
-    for i in range(size):
-        if all(i in leaf for leaf in held):
-            arrays = [np.asarray(leaf[i][0])[leaf[i][1]] for leaf in held]
+    for some, columns in rows_as_bytes(held, mine):
+        dtypes = [leaf[some[0]][0].dtype for leaf in held]
+        floats = [x.view(d) for x, d in zip(columns, dtypes, strict=True) if x.size and jnp.issubdtype(d, jnp.floating)]
+        floats = floats[:: max(1, len(floats) // 16)]
+        few = [x[:, np.linspace(0, x.shape[1] - 1, 3).astype(int)].astype(float) for x in floats]
+        numbers = np.concatenate([np.zeros((len(some), 0)), *few], 1).tolist()
+        ulp = max((float(jnp.finfo(x.dtype).eps) for x in floats), default=0.0)
+        for k, i in enumerate(some):
             sha = hashlib.sha256()
-            for array in arrays:
-                sha.update(array.tobytes())
-            floats = [x.reshape(-1) for x in arrays if x.size and jnp.issubdtype(x.dtype, jnp.floating)]
-            floats = floats[:: max(1, len(floats) // 16)]
-            few = [x[np.linspace(0, x.size - 1, 3).astype(int)].astype(float) for x in floats]
-            ulp = max((float(jnp.finfo(x.dtype).eps) for x in floats), default=0.0)
-            found[f"{i}"] = sha.hexdigest(), [y for x in few for y in x.tolist()], ulp
+            for column in columns:
+                sha.update(column[k])
+            found[f"{i}"] = sha.hexdigest(), numbers[k], ulp
     return found
 
 

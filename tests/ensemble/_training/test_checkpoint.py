@@ -113,7 +113,9 @@ def test_saving_again_replaces(tmp_path, ens, assert_same):
     assert os.listdir(tmp_path) == ["a"]
 
 
-@pytest.mark.parametrize("point", ["plurax.transforms._runs.array_store.put", "json.dumps", "pathlib.Path.rename"])
+@pytest.mark.parametrize(
+    "point", ["plurax.transforms._runs.checkpoint._write_rows", "json.dumps", "pathlib.Path.rename"]
+)
 def test_a_save_that_fails_leaves_what_was_there(tmp_path, ens, assert_same, monkeypatch, point):
     save(tmp_path / "a", ens)
     before = files(tmp_path)
@@ -239,12 +241,12 @@ class Test_refusals:
             with pytest.raises(ValueError, match="is not a checkpoint of this library, or is damaged"):
                 load(path, ens)
 
-    @pytest.mark.parametrize("version", [1, 4])
+    @pytest.mark.parametrize("version", [1, 5])
     def test_another_version(self, tmp_path, ens, version):
         save(tmp_path / "a", ens)
         manifest = json.loads((tmp_path / "a" / "plurax.json").read_text())
         (tmp_path / "a" / "plurax.json").write_text(json.dumps({**manifest, "version": version}))
-        with pytest.raises(ValueError, match=f"has version {version}, but this library reads 2 and 3"):
+        with pytest.raises(ValueError, match=f"has version {version}, but this library reads 2 to 4"):
             load(tmp_path / "a", ens)
 
     def test_every_file_cut_short_or_missing(self, tmp_path, ens):
@@ -347,3 +349,35 @@ class Test_refusals:
                 load_member(tmp_path / "a", i, ens)
         with pytest.raises(TypeError, match="index of a member must be an int"):
             load_member(tmp_path / "a", 1.0, ens)
+
+
+class Earlier(nnx.Module):
+    """The model of the checkpoints in `earlier`, which versions 2 and 3 of the format wrote."""
+
+    def __init__(self, rngs):
+        self.dense, self.dropout = nnx.Linear(3, 2, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+        self.half = nnx.Param(jnp.ones(2, jnp.bfloat16))
+
+    def __call__(self, x):
+        return self.dropout(self.dense(x)) * self.half[...]
+
+
+@pytest.mark.parametrize(("version", "shared"), [(2, None), (3, "dense")])
+def test_checkpoints_of_earlier_versions_are_read(version, shared, tmp_path, assert_same):
+    home = Path(__file__).parent / "earlier" / f"version_{version}"
+    trainer = Trainer(lambda m, x: jnp.mean((m(x) - x[:, :2]) ** 2), optax.adam(0.1), strategy="vmap")
+    like = trainer.init(Ensemble.create(Earlier, 3, seed=0, shared=shared))
+    state = load(home / "step_00000003", like)
+    with np.load(home / "leaves.npz") as expected:
+        for x, name in zip(jax.tree.leaves(state), expected, strict=True):
+            bits = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+            bits = np.asarray(bits).view(np.uint16) if x.dtype == jnp.bfloat16 else np.asarray(bits)
+            np.testing.assert_array_equal(bits, expected[name])
+    member = load_member(home / "step_00000003", 1, like)
+    np.testing.assert_array_equal(member.dense.kernel[...], state.ensemble[1].dense.kernel[...])
+    # A run goes on from it, and writes its next checkpoint in the present form.
+    shutil.copytree(home / "step_00000003", tmp_path / "step_00000003")
+    x = np.linspace(-1, 1, 12).reshape(4, 3).astype(np.float32)
+    after, history = trainer.fit(like, [(x,)] * 5, checkpoint_dir=tmp_path, progress=False, resume=True)
+    assert (int(after.step), len(history)) == (5, 15)
+    assert_same(load(tmp_path / "step_00000005", like), after)

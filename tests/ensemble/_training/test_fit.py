@@ -250,7 +250,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, trainer, ens, 
 
 # Orbax starts all its reads at once; after the first failure, the others fail unobserved.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("name", ["arrays/0/manifest.ocdbt", "history.npz", "plurax.json"])
+@pytest.mark.parametrize("name", ["arrays/0/ensemble.bin", "history.npz", "plurax.json"])
 def test_changed_bytes_damage_a_checkpoint_too(tmp_path, trainer, ens, make_batches, assert_same, name):
     """Training to its step again replaces it under the same name."""
     options = {"progress": False, "checkpoint_dir": tmp_path, "checkpoint_every": 2}

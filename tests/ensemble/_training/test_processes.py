@@ -22,7 +22,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from plurax.ensemble import EarlyStopping, Ensemble, Restarts, Trainer, load, load_member, save
-from plurax.transforms._runs import array_store
+from plurax.transforms._runs import checkpoint
 from plurax.transforms._runs.processes import Damaged, Group
 
 # All in one worker, which runs the script once.
@@ -189,7 +189,7 @@ def run(root: Path) -> dict[str, Any]:
 
     @check
     def fails_together() -> None:
-        ensemble, put = members(4, flat), array_store.put
+        ensemble, put = members(4, flat), checkpoint._write_rows
 
         def fail(*_: Any) -> None:
             raise OSError("disk full")
@@ -197,7 +197,7 @@ def run(root: Path) -> dict[str, Any]:
         save(root / "whole", ensemble)
         before = sorted(path.name for path in root.rglob("*"))
         failing: Any = fail if jax.process_index() == 1 else put
-        array_store.put = failing
+        checkpoint._write_rows = failing
         try:
             for name in ("whole", "other"):
                 with pytest.raises(
@@ -205,7 +205,7 @@ def run(root: Path) -> dict[str, Any]:
                 ):
                     save(root / name, ensemble)
         finally:
-            array_store.put = put
+            checkpoint._write_rows = put
         if jax.process_index() == 0:  # the process that cleans up
             assert sorted(path.name for path in root.rglob("*")) == before
         with pytest.raises(FileNotFoundError, match="there is no checkpoint"):

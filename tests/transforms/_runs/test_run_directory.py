@@ -5,11 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import re
-import resource
 import shutil
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,35 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from plurax.transforms._runs import array_store
 from plurax.transforms._runs.processes import Group
 from plurax.transforms._runs.run_directory import Resume, RunDirectory
 
 
-@contextmanager
-def full_disk() -> Iterator[None]:
-    """Let the operating system fail all writes beyond 4 KiB of a file."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def opened(directory: Any, resume: Resume = "auto") -> AbstractContextManager[RunDirectory | None]:
     return RunDirectory.open("fit", directory, 2, Group((jax.process_index(),)), resume, 7)
-
-
-def test_errors_of_tensorstore_are_those_of_the_operating_system(tmp_path: Path) -> None:
-    arrays = {"a": np.random.default_rng(0).random(10_000)}
-    with full_disk(), pytest.raises(OSError, match="File too large") as raised:
-        array_store.put(tmp_path / "new", arrays)
-    assert raised.value.errno == errno.EFBIG
-    assert raised.value.filename == str(tmp_path / "new")
-    array_store.put(tmp_path / "other", arrays)
-    with pytest.raises(Exception, match="dtype"):
-        array_store.put(tmp_path / "wrong", {"a": np.array(["text"])})
 
 
 def test_a_checkpoint_that_cannot_be_written_warns(tmp_path: Path) -> None:
