@@ -28,6 +28,7 @@ SCRIPTS = (
     "dpsgd",
     "sharing",
     "long_runs",
+    "at_scale",
     "accelerators",
 )
 PAGES = ("README.md", "comparisons.md", *(f"{name}.md" for name in SCRIPTS))

@@ -69,6 +69,7 @@ SMALL = {
     "benchmarks/gradient_statistics.py": ("--smoke",),
     "benchmarks/curvature.py": ("--smoke",),
     "benchmarks/long_runs.py": ("--smoke",),
+    "benchmarks/at_scale.py": ("--smoke",),
     "benchmarks/sharing.py": ("--smoke",),
     "benchmarks/sparse.py": ("--smoke",),
     "benchmarks/program.py": ("--smoke",),

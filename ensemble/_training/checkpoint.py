@@ -41,7 +41,8 @@ def save(path: str | os.PathLike[str], state_or_ensemble: TrainState | Ensemble)
       FileExistsError: `path` exists and is not a checkpoint, or contains other files too.
 
     Cost:
-      One copy of the arrays in host memory, and about half a second in addition to writing them.
+      A copy of the arrays in host memory, 64 MiB of members at a time. Ten thousand members of 33 parameters, with
+      Adam's state, take about a second to write and two to read.
 
     Examples:
       >>> import tempfile
