@@ -120,6 +120,11 @@ def _key(seed: Any, size: int) -> jax.Array:
         return jax.random.key(seed)
     # An array of integers in JAX may be a key of the old kind: two words of uint32, which are not two seeds.
     if isinstance(seed, (list, tuple, range)) or (isinstance(seed, np.ndarray) and seed.ndim == 1):
+        if len(seed) and all(is_int(x) and 0 <= x < 2**31 for x in seed):
+            _check_length(len(seed), size)
+            # `key` of a Python int is that of an int32. Stacking thousands of keys would compile a program of as many
+            # arguments, which takes minutes.
+            return jax.vmap(jax.random.key)(np.asarray(seed, np.int32))
         each: list[Any] = [jax.random.key(x) if is_int(x) else x for x in seed]
         if all(is_key(x) and x.ndim == 0 for x in each) and len({x.dtype for x in each}) < 2:
             _check_length(len(each), size)

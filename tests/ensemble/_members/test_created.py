@@ -83,3 +83,14 @@ def failure_of(way):
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parents[1]))  # for conftest.py, which pytest would find
     Path("/dev/stdout").write_text(json.dumps({way: failure_of(way) for way in WAYS}))
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_seeds_are_the_keys_of_each(impl):
+    """Thousands of seeds become keys at once."""
+    with jax.default_prng_impl(impl):
+        for seeds in ([0, 7, 2**31 - 1], [2**31, -1, 3], np.array([4, 5, 6]), range(3)):
+            found = Ensemble.create(lambda rngs: nnx.Linear(2, 3, rngs=rngs), 3, seed=seeds)
+            keys = [jax.random.key(int(seed)) for seed in seeds]
+            expected = Ensemble.create(lambda rngs: nnx.Linear(2, 3, rngs=rngs), 3, seed=keys)
+            np.testing.assert_array_equal(found.trainable["kernel"], expected.trainable["kernel"])
