@@ -53,7 +53,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     xdist starts with the largest groups. Each script is a group of one, so that scripts fill the workers at the end.
     """
-    for module in {item.module for item in items}:  # before fixtures of modules draw numbers
+    # Before fixtures of modules draw numbers.
+    for module in {item.module for item in items if isinstance(item, pytest.Function)}:
         own = [x for x in vars(module).values() if isinstance(x, np.random.Generator)]
         _STATES.update({id(x): x.bit_generator.state for x in own})
     for item in items:

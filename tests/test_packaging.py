@@ -167,8 +167,9 @@ def test_features_work_with_their_extra_and_name_it_without(
 
 def test_all_extras_are_tried() -> None:
     of_developers = {"test", "dev", "docs", "bench"}
-    # `make accelerators` tries the compiler for TPUs, and `test_compile_for.py` the error without it.
-    assert {*USES, "examples", "tpu"} == set(PROJECT["project"]["optional-dependencies"]) - of_developers
+    # `make accelerators` tries the compiler for TPUs, and `test_compile_for.py` the error without it. Nothing of the
+    # library imports Grain, whose loaders `fit` takes as any others; `test_grain.py` tries them.
+    assert {*USES, "examples", "tpu", "grain"} == set(PROJECT["project"]["optional-dependencies"]) - of_developers
 
 
 def test_faults_of_an_extra_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def to_orbax(path: str | os.PathLike[str], state_or_ensemble: TrainState | Ensem
 
     Cost:
       Orbax writes all members into one array, and reads back whole arrays. It does not notice bytes that change on the
-      disk. `save` does both; see docs/checkpoints.md.
+      disk. `save` does both.
 
     Examples:
       >>> import tempfile, orbax.checkpoint
@@ -75,7 +75,14 @@ def from_orbax(path: str | os.PathLike[str], like: Saved) -> Saved:
       ValueError: its arrays differ from those of `like`; the message names the first difference.
 
     Examples:
-      See `to_orbax`.
+      >>> import tempfile
+      >>> from flax import nnx
+      >>> from plurax.ensemble import Ensemble, from_orbax, to_orbax
+      >>> ens = Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 2, seed=0)
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     to_orbax(f"{directory}/trained", ens)
+      ...     from_orbax(f"{directory}/trained", ens)
+      Ensemble of 2 × Linear, 15 parameters each
     """
     if not isinstance(like, (TrainState, Ensemble)):
         raise TypeError(f"from_orbax: like must be an Ensemble or a TrainState, but got {type(like).__name__}.")

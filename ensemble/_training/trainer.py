@@ -232,8 +232,7 @@ class Trainer:
 
         Raises:
           TypeError: `state` is not a `TrainState`; the batch holds something other than numbers, arrays of numbers or
-            None; the loss returns something other than a scalar, or a scalar and a
-            dict; `grad_fn(loss)` does not return a pair.
+            None; the loss returns something other than a scalar, or a scalar and a dict; `grad_fn` returns no pair.
           ValueError: `state` is from another optimizer (one whose state has the same structure and shapes cannot be
             distinguished); the batch does not match `in_axes`; the gradients differ from the parameters in structure or
             shape; the loss changes the structure of the model, or the shape or dtype of a variable; the loss reports a
@@ -291,10 +290,10 @@ class Trainer:
           progress: whether to show a bar with the range of the loss over the members and the steps per second.
           checkpoint_dir: a directory for checkpoints (`step_00000100`, ...), created if missing, and locked while the
             run lasts. If it holds a complete checkpoint of this run later than `state`, training resumes from the
-            newest one and skips one batch for each step by which it is ahead; `steps` still counts from `state`.
-            Damaged checkpoints are skipped with a warning, and unfinished ones of a killed run are removed. Other files
-            in the directory are left alone. A final checkpoint is always written. One that cannot be written is warned
-            of, and training goes on.
+            newest one and skips one batch for each step by which it is ahead, or, if their iterator has `get_state` and
+            `set_state`, as Grain's, goes on with the next one; `steps` still counts from `state`. Damaged checkpoints
+            are skipped with a warning, and unfinished ones of a killed run removed. Other files in the directory are
+            left alone. A final checkpoint is always written. One that cannot be written is warned of.
           checkpoint_every: steps between checkpoints; None writes only the final one.
           checkpoint_keep: the number of newest checkpoints to keep.
           resume: "auto" raises if the newest checkpoint is of another run: if the run did not start from `state` (to
@@ -331,10 +330,11 @@ class Trainer:
 
         Raises:
           TypeError: as for `step`; `batches` is not iterable, or is a data set (an array, a dict, a tuple of arrays, a
-            PyTorch `Dataset`);
-            `validation`, or `batches` with `epochs`, can be iterated only once; a count is not an int;
-            `early_stopping` or `restarts` has another type; `metrics` is not a function, or does not return a dict;
-            `callbacks` is not a list of functions.
+            PyTorch `Dataset`); `validation`, or `batches` with `epochs`, can be iterated only once; a count is not an
+            int; `early_stopping` or `restarts` has another type; `metrics` is not a function, or does not return a
+            dict; `callbacks` is not a list of functions; the iterator's `get_state` returns no value for JSON.
+          Preempted: SIGTERM came, with a `checkpoint_dir` or several processes; the step is done, and its checkpoint
+            written. All processes stop before the same step.
           ValueError: as for `step`; `batches` are `Batches` that never end, without `steps`, `epochs` or
             `early_stopping`; `epochs` is given with `steps`, or for `Batches` with a number of epochs; `validation` is
             a list of arrays, has no batches or never ends, or does not match `in_axes`; `validate_every` or `metrics`

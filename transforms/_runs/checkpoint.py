@@ -151,7 +151,8 @@ class Checkpoint:
         entries, owners = self.manifest["arrays"][part], self.manifest["owners"]
         dtypes = [jnp.dtype(x["stored_dtype"]) for x in entries]
         sizes = [math.prod(x["stored"]) * dtype.itemsize for x, dtype in zip(entries, dtypes, strict=True)]
-        ends, row, found = np.cumsum(sizes, dtype=int), sum(sizes), {}
+        ends, row = np.cumsum(sizes, dtype=int), sum(sizes)
+        found: dict[tuple[int, int], np.ndarray] = {}
         counts: dict[int, int] = defaultdict(int)
         places = []  # of each member in the file of its owner
         for owner in owners:
@@ -178,7 +179,7 @@ class Checkpoint:
         for i in members:
             filled = (j for j in order if 0 not in entries[j]["stored"])
             wanted[self.manifest["owners"][i]] |= {f"members.{i:06d}.{part}.{j:04d}": (i, j) for j in filled}
-        found = {}
+        found: dict[tuple[int, int], np.ndarray] = {}
         for owner, names in wanted.items():
             arrays = array_store.get(self.path / f"arrays/{owner}", list(names))
             found |= {names[name]: array for name, array in arrays.items()}

@@ -40,6 +40,14 @@ class Preempted(SystemExit):
 
     Attributes:
       step: the step of the checkpoint.
+
+    Examples:
+      >>> from plurax.ensemble import Preempted
+      >>> try:
+      ...     raise Preempted(300)  # by `fit`
+      ... except Preempted as left:
+      ...     left.step, left.code
+      (300, 143)
     """
 
     def __init__(self, step: int) -> None:

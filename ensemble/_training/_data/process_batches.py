@@ -70,7 +70,7 @@ class ProcessBatches:
         Raises:
           TypeError, ValueError: as for the class.
         """
-        mesh = Layout.of("ProcessBatches", mesh).mesh
+        Layout.of("ProcessBatches", mesh)
         if DATA not in mesh.axis_names:
             return 0, 1
         slices = np.moveaxis(mesh.devices, mesh.axis_names.index(DATA), 0).reshape(mesh.shape[DATA], -1)
@@ -100,7 +100,9 @@ class ProcessBatches:
 class _Parts(Iterator[Any]):
     """The batches of one pass. It can `skip`, `get_state` and `set_state` if the iterator over the parts can."""
 
-    def __init__(self, batches: Iterable[Any], layout: Layout, in_axes: Axes, count: int) -> None:
+    _parts: Any
+
+    def __init__(self, batches: Any, layout: Layout, in_axes: Axes, count: int) -> None:
         self._parts, self._layout, self._in_axes, self._count = iter(batches), layout, in_axes, count
         self._group = Group(tuple(sorted({device.process_index for device in layout.mesh.devices.flat})))
         self._length = len(batches) if hasattr(batches, "__len__") else None

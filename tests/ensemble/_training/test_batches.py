@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from plurax.ensemble import Batches, EarlyStopping, Ensemble, Trainer
-from plurax.ensemble._training import batches as batches_module
+from plurax.ensemble._training._data import batches as batches_module
 from plurax.ensemble._training._data.batches import shuffled
 
 

@@ -203,8 +203,8 @@ def test_all_stop_at_one_step_and_go_on_to_the_bit(
         made.unlink()
     assert [code for code, *_ in ended(started(tmp_path, processes, by_grain=by_grain))] == [0] * processes
     for i in range(0 if by_grain else processes):  # the first batch identifies the program; then the next ones
-        made = [int(x) for x in (tmp_path / f"made {i}").read_text().split()]
-        assert made == [0, *range(left, STEPS)]
+        numbers = [int(x) for x in (tmp_path / f"made {i}").read_text().split()]
+        assert numbers == [0, *range(left, STEPS)]
     jax.tree.map(np.testing.assert_array_equal, result(tmp_path), undisturbed[kind])
 
 

@@ -25,6 +25,11 @@ def opened(directory: Any, resume: Resume = "auto") -> AbstractContextManager[Ru
     return RunDirectory.open("fit", directory, 2, Group((jax.process_index(),)), resume, 7)
 
 
+def written(store: RunDirectory | None, write: Any) -> None:
+    assert store is not None
+    store.write(5, None, write)
+
+
 def test_a_checkpoint_that_cannot_be_written_warns(tmp_path: Path) -> None:
     def fail(path: Path, held: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
@@ -34,14 +39,14 @@ def test_a_checkpoint_that_cannot_be_written_warns(tmp_path: Path) -> None:
 
     match = rf"^fit: the checkpoint of step 5 in {re.escape(str(tmp_path))} cannot be written: .*No space left on dev"
     with pytest.warns(UserWarning, match=match), opened(tmp_path) as store:
-        store.write(5, None, fail)  # type: ignore[union-attr]  # with a directory it is one
+        written(store, fail)
     with opened(tmp_path) as store:
         assert store is not None
         store.write(5, None, fail)
         with pytest.warns(UserWarning, match=match):
             store.write(6, None, lambda *_: None)
     with pytest.raises(ValueError, match="no member"), opened(tmp_path) as store:
-        store.write(5, None, mistake)  # type: ignore[union-attr]
+        written(store, mistake)
 
 
 def test_a_checkpoint_holds_copies_and_is_written_while_the_run_goes_on(tmp_path: Path) -> None:
@@ -51,7 +56,7 @@ def test_a_checkpoint_holds_copies_and_is_written_while_the_run_goes_on(tmp_path
         assert later.wait(60)
         found.append((path.name, held))
 
-    state = {"x": jnp.arange(3.0), "n": np.arange(2), "key": jax.random.key(1), "one": 1}
+    state: dict[str, Any] = {"x": jnp.arange(3.0), "n": np.arange(2), "key": jax.random.key(1), "one": 1}
     with opened(tmp_path) as store:
         assert store is not None
         store.write(7, state, write)
