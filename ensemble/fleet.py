@@ -56,9 +56,10 @@ def fit_fleet(
     num_cpus: float = 1,
     num_gpus: float = 0,
     address: str | None = None,
+    gather: bool = True,
     progress: bool = True,
     **options: Any,
-) -> tuple[Ensemble, list[dict[str, Any]]]:
+) -> tuple[Any, list[dict[str, Any]]]:
     """Train members in groups on the workers of a Ray cluster.
 
     Args:
@@ -84,14 +85,16 @@ def fit_fleet(
       num_gpus: the GPUs that a group occupies.
       address: the address of a Ray cluster; None for the one that the program is connected to, else the one that the
         environment variable RAY_ADDRESS names, else a new one on this machine.
+      gather: whether to return the ensemble of all members. False is for more than the memory of the driver holds.
       progress: whether to show a table of the groups.
       **options: further arguments of `Trainer.fit`, but for `epochs`, `checkpoint_dir`, `progress` and `resume`.
         Functions among them, and messages, count members within the group. Each round is a run of its own, in which the
         patience of `early_stopping` begins anew.
 
     Returns:
-      The ensemble of all members as they ended, and the history, as `Trainer.fit` returns them, ordered by step and
-      member.
+      The `Ensemble` of all members as they ended, and the history, as `Trainer.fit` returns them, ordered by step and
+      member. With `gather=False`, instead of the ensemble a list of the checkpoints of the groups, as `pathlib.Path`,
+      which `load(path, members(which))` and `load_member` read.
 
     Raises:
       ModuleNotFoundError: Ray is not installed.
@@ -161,7 +164,7 @@ def fit_fleet(
             start = end or 0
     for text in told:
         warnings.warn(text, stacklevel=2)
-    return _joined(job, tasks), history
+    return _joined(job, tasks) if gather else [_path(task) for task in tasks], history
 
 
 def _size_of(members: Any, size: int | None) -> int:

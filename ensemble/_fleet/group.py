@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import jax
 import numpy as np
 
 from ...transforms._runs.atomic_write import write_atomically
+from ...transforms._runs.source import skip
 from .._members.ensemble import Ensemble
 from .._training.checkpoint import load, save
 from .._training.trainer import Trainer
@@ -117,7 +117,8 @@ def train_group(job: Job, which: list[int], directory: str, start: int, until: i
         state = trainer.init(ensemble)
         batches = job.batches(which) if _is_function(job.batches) else job.batches
         if start:
-            state, batches = load(place / "start", state), islice(batches, start, None)
+            state, batches = load(place / "start", state), iter(batches)
+            skip("fit_fleet", batches, start)
         options = {**job.options, "callbacks": [*job.options.get("callbacks", ()), _Reporter(place)]}
         options |= {"steps": None if until is None else until - start, "checkpoint_dir": place, "progress": False}
         while True:

@@ -23,7 +23,18 @@ import optax
 import pytest
 from flax import nnx
 
-from plurax.ensemble import Batches, EarlyStopping, Ensemble, Trainer, TrainState, exploit
+from plurax.ensemble import (
+    Batches,
+    EarlyStopping,
+    Ensemble,
+    Trainer,
+    TrainState,
+    exploit,
+    k_best,
+    load,
+    save,
+    select,
+)
 from plurax.ensemble.fleet import fit_fleet
 from plurax.transforms._core.prng import is_key
 
@@ -99,6 +110,7 @@ def cluster() -> Iterator[None]:
         warnings.filterwarnings("ignore", message="os.fork", category=RuntimeWarning)
         found_here: Any = {"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}}  # by the workers
         ray.init(
+            "local",  # not one that another program has left
             num_cpus=4,
             include_dashboard=False,
             log_to_driver=False,
@@ -183,10 +195,17 @@ def test_a_driver_that_died_finds_its_groups(undisturbed: Any, tmp_path: Path) -
     assert_equal(again[0], undisturbed[0])
 
 
-def test_exchanges_are_between_all_groups(cluster: None, tmp_path: Path) -> None:
-    def exchange(state: TrainState[Any], metrics: Any) -> TrainState[Any]:
-        key = jax.random.key(int(state.step))
-        return exploit(state, metrics["loss"], key=key, perturb={"learning_rate": (0.5, 2.0)})[0]
+def copies_of_the_best(state: TrainState[Any], metrics: Any) -> TrainState[Any]:
+    return select(state, np.resize(k_best(metrics["loss"], 3), SIZE))
+
+
+def perturbed_copies(state: TrainState[Any], metrics: Any) -> TrainState[Any]:
+    key = jax.random.key(int(state.step))
+    return exploit(state, metrics["loss"], key=key, perturb={"learning_rate": (0.5, 2.0)})[0]
+
+
+@pytest.mark.parametrize("exchange", [perturbed_copies, copies_of_the_best])
+def test_exchanges_are_between_all_groups(cluster: None, exchange: Any, tmp_path: Path) -> None:
 
     ensemble = members([*range(SIZE)])
     whole: Any = {"members": ensemble, "size": None, "batches": batches([])}
@@ -236,6 +255,25 @@ def test_a_group_that_always_dies_is_given_up(cluster: None, tmp_path: Path) -> 
         fleet(tmp_path / "fleet", group_size=SIZE, callbacks=[deadly])
 
 
+def test_checkpoints_instead_of_an_ensemble(cluster: None, undisturbed: Any, tmp_path: Path) -> None:
+    paths, history = fleet(tmp_path / "fleet", gather=False)
+    assert history == undisturbed[1]
+    assert len(paths) == 4
+    for i, path in enumerate(paths):
+        which = [*range(SIZE)][2 * i : 2 * i + 2]
+        assert_equal(load(path, members(which)), undisturbed[0][which])
+
+
+def test_workers_come_and_go(undisturbed: Any, tmp_path: Path) -> None:
+    """A second node joins the cluster while groups train, trains some, and is turned off."""
+    done = subprocess.run(
+        [sys.executable, __file__, str(tmp_path / "fleet"), "elastic"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "at once").read_text() == "1, then 2"
+    assert_equal(load(tmp_path / "result", members([*range(SIZE)])), undisturbed[0])
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -264,5 +302,36 @@ def test_a_directory_of_another_fleet_is_refused(undisturbed: Any, tmp_path: Pat
         fleet(tmp_path)
 
 
+def elastic(directory: Path) -> None:
+    """Train on a node for one group, beside which another is added and removed, without notice."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    ray.init(address=nodes.address, log_to_driver=False, logging_level=logging.ERROR)
+    found: list[Any] = []
+
+    def training() -> int:
+        return len(list(directory.glob("round_0000/group_*/run.lock")))
+
+    trains = threading.Thread(target=lambda: found.append(fleet(directory, callbacks=[slowly])[0]))
+    trains.start()
+    while not list(directory.glob("round_0000/group_*/step_*")):
+        time.sleep(0.1)
+    before, node = training(), nodes.add_node(num_cpus=1)
+    while training() < 2:
+        time.sleep(0.1)
+    (directory.parent / "at once").write_text(f"{before}, then {training()}")
+    time.sleep(1)
+    nodes.remove_node(node, allow_graceful=False)
+    trains.join()
+    save(directory.parent / "result", found[0])
+    ray.shutdown()
+    nodes.shutdown()
+
+
 if __name__ == "__main__":
-    fleet(Path(sys.argv[1]), callbacks=[slowly])
+    if sys.argv[2:] == ["elastic"]:
+        elastic(Path(sys.argv[1]))
+    else:
+        fleet(Path(sys.argv[1]), callbacks=[slowly])

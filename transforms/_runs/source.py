@@ -111,7 +111,7 @@ def go_to(api: str, source: Iterator[Any], count: int, states: list[Any] | None,
       ValueError: there are fewer batches; other processes than these wrote the states.
     """
     if states is None or not hasattr(source, "set_state"):
-        return _skip(api, source, count)
+        return skip(api, source, count)
     if len(states) != len(group.processes):
         wrote = f"{len(states)} processes, each with its own part of the batches, wrote the checkpoint"
         remedy = "start as many, or pass batches whose iterator has no set_state, which are skipped instead"
@@ -123,7 +123,8 @@ def go_to(api: str, source: Iterator[Any], count: int, states: list[Any] | None,
     return first[0]
 
 
-def _skip(api: str, source: Iterator[Any], count: int) -> Any:
+def skip(api: str, source: Iterator[Any], count: int) -> Any:
+    """Skip batches, at least one, and return the first of them; raise if there are fewer."""
     first = list(islice(source, 1))
     # A source with a method `skip` need not create the batches that it skips.
     rest = source.skip(count - 1) if hasattr(source, "skip") else sum(1 for _ in islice(source, count - 1))
