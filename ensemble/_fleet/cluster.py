@@ -57,7 +57,7 @@ class Cluster:
     def __init__(self, api: str, job: Job, workers: int | None, resources: dict[str, Any]) -> None:
         import ray
 
-        self._api, self._workers = api, workers
+        self._api, self._workers, self._resources = api, workers, resources
         # A death is handled here, where it can be counted.
         self._train = ray.remote(max_retries=0, **resources)(train_group)
         self._job = ray.put(job)
@@ -96,6 +96,11 @@ class Cluster:
         """
         import ray
 
+        needed = {"CPU": self._resources["num_cpus"], "GPU": self._resources["num_gpus"]}
+        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        if not any(all(node.get(name, 0) >= count for name, count in needed.items()) for node in alive):
+            what = f"no machine of the cluster has {needed['CPU']:g} processors and {needed['GPU']:g} GPUs for a group"
+            warnings.warn(f"{self._api}: {what}; the fleet waits until one joins.", stacklevel=3)
         waiting, running = list(tasks), dict[Any, Task]()
         try:
             while waiting or running:

@@ -41,8 +41,8 @@ def save(path: str | os.PathLike[str], state_or_ensemble: TrainState | Ensemble)
       FileExistsError: `path` exists and is not a checkpoint, or contains other files too.
 
     Cost:
-      A copy of the arrays in host memory, 64 MiB of members at a time. Ten thousand members of 33 parameters, with
-      Adam's state, take about a second to write and two to read.
+      A copy of 64 MiB of members at a time, and of all arrays of an accelerator in host memory. Ten thousand members of
+      33 parameters, with Adam's state, take about a second to write and two to read.
 
     Examples:
       >>> import tempfile

@@ -329,6 +329,7 @@ def train(
         finished=lambda: watch.finished,
         together=together,
         at_once=run_of.needs_state,
+        written=(lambda: None) if store is None else store.written,
     )
     last = run_of.finish(state, ended, target, interrupted)
     return last, recorder.rows(columns(stepper, begin))

@@ -30,7 +30,7 @@ def to_orbax(path: str | os.PathLike[str], state_or_ensemble: TrainState | Ensem
 
     Raises:
       TypeError: `state_or_ensemble` is neither an `Ensemble` nor a `TrainState`.
-      ValueError: `path` exists.
+      ValueError: `path` exists; two arrays have names that Orbax does not tell apart.
 
     Cost:
       Orbax writes all members into one array, and reads back whole arrays. It does not notice bytes that change on the
@@ -55,7 +55,7 @@ def to_orbax(path: str | os.PathLike[str], state_or_ensemble: TrainState | Ensem
     if path.exists():
         raise ValueError(f"to_orbax: {path} exists; pass another path, or remove it.")
     with StandardCheckpointer() as checkpointer:
-        checkpointer.save(path, _nested(_named(state_or_ensemble)))
+        checkpointer.save(path, _nested(_named("to_orbax", state_or_ensemble)))
 
 
 def from_orbax(path: str | os.PathLike[str], like: Saved) -> Saved:
@@ -91,7 +91,7 @@ def from_orbax(path: str | os.PathLike[str], like: Saved) -> Saved:
     path = Path(path).resolve()
     if not path.exists():
         raise FileNotFoundError(f"from_orbax: there is no checkpoint at {path}.")
-    arrays = _named(like)
+    arrays = _named("from_orbax", like)
     wanted = {name: x for name, x in arrays.items() if x.size}
     with PyTreeCheckpointer() as checkpointer:
         held = _flat(checkpointer.metadata(path).item_metadata.tree)
@@ -105,10 +105,16 @@ def from_orbax(path: str | os.PathLike[str], like: Saved) -> Saved:
     return jax.tree.unflatten(jax.tree.structure(like), [(found | empty)[name] for name in arrays])
 
 
-def _named(saved: TrainState | Ensemble) -> dict[Name, Any]:
+def _named(api: str, saved: TrainState | Ensemble) -> dict[Name, Any]:
     """Return the arrays by the names that they have in the dict, in the order of the leaves."""
     leaves = jax.tree.leaves_with_path({"ensemble": saved} if isinstance(saved, Ensemble) else saved)
-    return {tuple(jax.tree_util.keystr((key,), simple=True) for key in path): x for path, x in leaves}
+    named = {tuple(jax.tree_util.keystr((key,), simple=True) for key in path): x for path, x in leaves}
+    joined = {".".join(name): name for name in named}
+    for name in named:
+        if joined[".".join(name)] != name:
+            both = " and ".join(map(str, (name, joined[".".join(name)])))
+            raise ValueError(f"{api}: Orbax joins names by dots, so it would write {both} to one place; rename one.")
+    return named
 
 
 def _nested(named: dict[Name, Any]) -> dict[str, Any]:

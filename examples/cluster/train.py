@@ -76,7 +76,8 @@ def connect(detection: str) -> None:
 
 def train(out: Path, members: int, steps: int) -> None:
     """Train in all processes, which are connected. Each calls this function with the same arguments."""
-    devices = np.array(jax.devices()).reshape(jax.process_count(), -1)
+    by_process = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    devices = np.array(by_process).reshape(jax.process_count(), -1)
     # Members over the devices of a process, examples over the processes: only gradients go from one to another.
     mesh = Mesh(devices.T, ("ensemble", "data"))
     index, count = ProcessBatches.part(mesh)

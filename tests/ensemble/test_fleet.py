@@ -264,6 +264,15 @@ def test_checkpoints_instead_of_an_ensemble(cluster: None, undisturbed: Any, tmp
         assert_equal(load(path, members(which)), undisturbed[0][which])
 
 
+def test_a_fleet_without_room_says_so(cluster: None, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # or it would wait for such a machine
+        with pytest.raises(
+            UserWarning, match="no machine of the cluster has 1 processors and 3 GPUs for a group; the f"
+        ):
+            fleet(tmp_path / "fleet", num_gpus=3)
+
+
 def test_workers_come_and_go(undisturbed: Any, tmp_path: Path) -> None:
     """A second node joins the cluster while groups train, trains some, and is turned off."""
     done = subprocess.run(

@@ -57,15 +57,26 @@ def rows_as_bytes(held: Sequence[Held], members: list[int]) -> Iterator[tuple[li
 
 
 def _bytes_of(held: Held, members: list[int], size: int) -> np.ndarray:
-    out = np.empty((len(members), size), np.uint8)
     sources: dict[int, tuple[Any, list[int], list[int]]] = {}
     for k, i in enumerate(members):
         array, place = held[i]
         _, to, places = sources.setdefault(id(array), (array, [], []))
         to.append(k)
         places.append(place)
-    for array, to, places in sources.values() if size else ():
-        out[to] = np.ascontiguousarray(np.asarray(array)[places]).reshape(len(to), -1).view(np.uint8)
+
+    def taken(array: Any, places: list[int]) -> np.ndarray:
+        first, end = places[0], places[-1] + 1
+        rows = np.asarray(array)[first:end] if places == [*range(first, end)] else np.asarray(array)[places]
+        return np.ascontiguousarray(rows).reshape(len(places), -1).view(np.uint8)
+
+    if not size:
+        return np.empty((len(members), 0), np.uint8)
+    if len(sources) == 1:  # without a copy, if they lie one after another in the host's memory
+        ((array, _, places),) = sources.values()
+        return taken(array, places)
+    out = np.empty((len(members), size), np.uint8)
+    for array, to, places in sources.values():
+        out[to] = taken(array, places)
     return out
 
 

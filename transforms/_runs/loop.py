@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from types import FrameType, SimpleNamespace
 from typing import Any, TypeVar
 
@@ -29,17 +31,22 @@ _TOGETHER, _SECONDS = 16, 2e-3
 
 
 # What a shell reports for a process that SIGTERM has ended. Schedulers start such a process again: Kubeflow restarts
-# codes above 127, and a Kubernetes job, Slurm and Ray any code that is not 0.
+# codes above 127, and a Kubernetes job and Ray any code that is not 0.
 _CODE = 128 + signal.SIGTERM
+# Numbers for the calls of JAX's sync point. It waits for the call with one number, the largest of any process plus one,
+# so that no number may be left out, by one run after another.
+_calls = count()
 
 
 class Preempted(SystemExit):
-    """Raised after SIGTERM, when the step is done and its checkpoint written; it ends the process with code 143.
+    """Raised after SIGTERM, when the step is done; it ends the process with code 143.
 
-    Clusters send SIGTERM before they take a machine away. Run the same program again to go on.
+    Clusters send SIGTERM before they take a machine away. If `fit` has a `checkpoint_dir`, a checkpoint is written
+    before, and the same program goes on from it when it is started again; a checkpoint that cannot be written is warned
+    of.
 
     Attributes:
-      step: the step of the checkpoint.
+      step: the last step that was taken.
 
     Examples:
       >>> from plurax.ensemble import Preempted
@@ -73,6 +80,7 @@ def run(
     finished: Callable[[], bool] = lambda: False,
     together: int = 1,
     at_once: Callable[[int, Any], bool] = lambda *_: False,
+    written: Callable[[], None] = lambda: None,
 ) -> tuple[State, int, bool]:
     """Take steps until the target, the end of the batches, Ctrl-C or SIGTERM.
 
@@ -99,19 +107,19 @@ def run(
         repeats the calls.
       at_once: returns whether `record` needs the state after a step, from its number and metrics. Then the loop waits
         for the step before it takes the next one, which would reuse the memory of that state.
+      written: waits until the last checkpoint is written; called at the end.
 
     Returns:
       The last state, its number of steps, and whether Ctrl-C ended the loop.
 
     Raises:
-      Preempted: SIGTERM ended the loop, in all processes before the same step; the last state is saved.
+      Preempted: SIGTERM came, and all processes have stopped before the same step; the last state is saved.
     """
     from tqdm import tqdm  # imported here, since importing the library should load only JAX
 
     saved, shown = step, -math.inf
     waiting: deque[tuple[int, Any, int]] = deque()
     last: tuple[int, Any, int] | None = None
-    leaving = False
     with (
         _on_interrupt(group.is_alone) as interrupt,
         _on_preemption(group, save is not None) as preempted,
@@ -133,12 +141,12 @@ def run(
 
         ahead, now = _AHEAD, time.monotonic()
         while step != target and not interrupt.requested and not finished():
-            if leaving := preempted(step):
+            if preempted():
                 break
-            count = 1 if step % together or (target is not None and step + together > target) else together
+            number = 1 if step % together or (target is not None and step + together > target) else together
             try:
-                several = source.stacked(count) if count > 1 and isinstance(source, Source) else None
-                batch, count = (next(source), 1) if several is None else (several, count)
+                several = source.stacked(number) if number > 1 and isinstance(source, Source) else None
+                batch, number = (next(source), 1) if several is None else (several, number)
             except StopIteration:
                 break
             except KeyboardInterrupt:  # raised while a batch was made, if our handler is not installed
@@ -147,8 +155,8 @@ def run(
                 interrupt.requested = True
                 break
             state, metrics = advance(state, batch)
-            step += count
-            waiting.append((step, metrics, count))
+            step += number
+            waiting.append((step, metrics, number))
             if len(waiting) > ahead:
                 calls = len(waiting) - _AHEAD
                 settle(_AHEAD)
@@ -165,6 +173,9 @@ def run(
             bar.set_postfix_str(say(*last[:2]), refresh=False)
         if save is not None and saved != step:
             save(state)
+        # Within the handlers: a signal must not end the process while the last checkpoint is written.
+        written()
+        leaving = preempted()
         if interrupt.requested and progress:
             tqdm.write(f"Stopped by Ctrl-C after step {step}.")
         if leaving:
@@ -198,43 +209,41 @@ def _on_interrupt(wanted: bool) -> Iterator[SimpleNamespace]:
 
 
 @contextmanager
-def _on_preemption(group: Group, saves: bool) -> Iterator[Callable[[int], bool]]:
-    """Yield a function of the number of a step that returns whether to stop before it.
+def _on_preemption(group: Group, saves: bool) -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether SIGTERM asks the run to stop now.
 
     Args:
-      group: the processes of the run. Several call the function before each of their steps, with increasing numbers;
-        it returns True in all of them before the same step.
+      group: the processes of the run. Several call the function equally often; it returns True in all of them at the
+        same call, and from then on.
       saves: whether the run writes checkpoints. A single process that does not is left to the default, which ends it.
     """
-    if not group.is_alone:
-        yield _synchronized()
-        return
-    notice = SimpleNamespace(seen=False)
+    notice, home = SimpleNamespace(seen=False), os.getpid()
 
     def handle(*_: Any) -> None:
+        if os.getpid() != home:  # a process that was forked in between, such as a worker of a data loader
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
         notice.seen = True
 
-    # Only the main thread may set a handler. That of the user's program stays in place, and that of JAX, which Python
-    # does not see.
+    def agreed() -> bool:
+        notice.seen = notice.seen or reached_preemption_sync_point(next(_calls))
+        return notice.seen
+
+    from jax.experimental.multihost_utils import reached_preemption_sync_point
+
+    # After `jax.distributed.initialize`, JAX has the signal, which Python does not see. Only the main thread may set a
+    # handler, and one of the user's program stays in place.
+    of_jax = jax.distributed.is_initialized()
+    together = of_jax and len(group.processes) == jax.process_count() and jax.config.jax_enable_preemption_service
     main = threading.current_thread() is threading.main_thread()
-    free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and not jax.distributed.is_initialized()
-    ours = saves and main and free
+    ours = saves and main and not of_jax and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if ours:
         signal.signal(signal.SIGTERM, handle)
     try:
-        yield lambda _: notice.seen
+        yield agreed if together else lambda: notice.seen
     finally:
         if ours:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _synchronized() -> Callable[[int], bool]:
-    """Return JAX's function for it, which costs microseconds until one process has received the signal."""
-    from jax.experimental.multihost_utils import reached_preemption_sync_point
-
-    if not jax.config.values["jax_enable_preemption_service"]:
-        return lambda _: False
-    return reached_preemption_sync_point
 
 
 def iterate(api: str, batches: Iterable[Any]) -> Iterator[Any]:

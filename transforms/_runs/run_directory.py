@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.memory import in_words
+from .._core.prng import is_key
 from .checkpoint import Checkpoint
 from .lock import locked
 from .processes import Damaged, Group
@@ -87,8 +88,10 @@ class RunDirectory:
             try:
                 yield store
             finally:
-                store._settle(stacklevel=6)
-                store._thread.shutdown()
+                try:
+                    store.written()
+                finally:
+                    store._thread.shutdown()  # waits, so that the lock is held until the thread has ended
 
     def newest(self, read: Callable[[Checkpoint], Found]) -> Found | None:
         """Return the result of `read` for the newest undamaged checkpoint, or None if there is none.
@@ -145,14 +148,18 @@ class RunDirectory:
           held: a pytree with the arrays, whose memory the run may reuse afterwards.
           write: a function of the path and of `held`, or a copy of it.
         """
-        self._settle(stacklevel=8)  # the user's line: above `save`, `run`, `train` and `fit`
+        self._settle(stacklevel=8, last=False)  # the user's line: above `save`, `run`, `train` and `fit`
         if self.group.is_alone:
             self._written.append((step, self._thread.submit(self._write, step, _copied(held), write)))
             return
         try:
             self._write(step, held, write)
         except OSError as error:
-            self._warn(step, error, stacklevel=7)
+            self._warn(step, error, stacklevel=7, last=False)
+
+    def written(self) -> None:
+        """Wait until the last checkpoint is written; warn if it could not be."""
+        self._settle(stacklevel=7, last=True)
 
     def _write(self, step: int, held: Found, write: Callable[[Path, Found], None]) -> None:
         path = self.directory / f"step_{step:08d}"
@@ -172,18 +179,20 @@ class RunDirectory:
         write(path, held)
         self.group.agree(remove_old)
 
-    def _settle(self, stacklevel: int) -> None:
-        """Wait until the last checkpoint is written; warn if it could not be."""
+    def _settle(self, stacklevel: int, last: bool) -> None:
         while self._written:
-            step, work = self._written.pop()
-            try:
-                work.result()
-            except OSError as error:
-                self._warn(step, error, stacklevel)
+            step, work = self._written[0]
+            error = work.exception()  # waits; Ctrl-C may interrupt that, and leaves it to the next call
+            self._written.pop()
+            if isinstance(error, OSError):
+                self._warn(step, error, stacklevel, last)
+            elif error is not None:
+                raise error
 
-    def _warn(self, step: int, error: OSError, stacklevel: int) -> None:
+    def _warn(self, step: int, error: OSError, stacklevel: int, last: bool) -> None:
         what = f"the checkpoint of step {step} in {self.directory} cannot be written: {error}"
-        then = "The run goes on, and tries again at its next checkpoint; only memory holds the steps until then."
+        goes_on = "The run goes on, and tries again at its next checkpoint; only memory holds the steps until then."
+        then = "It was the last one of the run; save the state that `fit` returns." if last else goes_on
         warnings.warn(f"{self.api}: {what}. {then}", stacklevel=stacklevel)
 
     def _set_aside(self) -> None:
@@ -213,8 +222,8 @@ def _copied(held: Found) -> Found:
         if not isinstance(x, jax.Array):
             # Numbers become arrays here, since JAX's settings of a thread, such as `enable_x64`, are not the caller's.
             return np.array(x) if isinstance(x, np.ndarray) else jnp.asarray(x)
-        on_host = all(device.platform == "cpu" for device in x.devices())
-        return jnp.copy(x) if on_host else jax.device_put(x, jax.local_devices(backend="cpu")[0])
+        # NumPy has no keys, which are small.
+        return jnp.copy(x) if is_key(x) or all(d.platform == "cpu" for d in x.devices()) else np.array(x)
 
     return jax.tree.map(copy, held)
 

@@ -91,9 +91,8 @@ def position(api: str, source: Source, group: Group) -> list[Any] | None:
     Raises:
       TypeError: a state is neither bytes nor a value that JSON keeps as it is.
     """
-    if (state := source.state()) is None:
-        return None
-    return group.gather(group.agree(lambda: _as_json(api, state)))
+    states = group.gather(group.agree(lambda: _as_json(api, source.state())))
+    return None if None in states else states
 
 
 def go_to(api: str, source: Iterator[Any], count: int, states: list[Any] | None, group: Group) -> Any:
@@ -133,7 +132,9 @@ def skip(api: str, source: Iterator[Any], count: int) -> Any:
     return first[0]
 
 
-def _as_json(api: str, state: Any) -> dict[str, Any]:
+def _as_json(api: str, state: Any) -> dict[str, Any] | None:
+    if state is None:
+        return None
     if isinstance(state, bytes):
         return {"bytes": base64.b64encode(state).decode()}
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -105,7 +106,9 @@ class _Parts(Iterator[Any]):
     def __init__(self, batches: Any, layout: Layout, in_axes: Axes, count: int) -> None:
         self._parts, self._layout, self._in_axes, self._count = iter(batches), layout, in_axes, count
         self._group = Group(tuple(sorted({device.process_index for device in layout.mesh.devices.flat})))
-        self._length = len(batches) if hasattr(batches, "__len__") else None
+        self._length: int | None = None
+        with suppress(TypeError):  # an iterator, or endless batches
+            self._length = len(batches)
         self._shapes: list[Any] | None = None
         self._taken = 0
         lengths = self._group.gather(self._length)
@@ -155,7 +158,10 @@ class _Parts(Iterator[Any]):
 
     def _check(self, part: Any) -> None:
         """Raise if the shapes of a part differ from those of the first one, or of the other processes."""
-        shapes = [[leaf_name("batch", path), list(np.shape(x))] for path, x in jax.tree.leaves_with_path(part)]
+        shapes = [
+            [leaf_name("batch", path), f"{np.shape(x)} {getattr(x, 'dtype', type(x).__name__)}"]
+            for path, x in jax.tree.leaves_with_path(part)
+        ]
         if self._shapes is None:
             self._shapes = shapes
             for process, theirs in zip(self._group.processes, self._group.gather(shapes), strict=True):
@@ -170,4 +176,4 @@ class _Parts(Iterator[Any]):
 
 
 def _said(shapes: list[Any]) -> str:
-    return ", ".join(f"`{name}` {tuple(shape)}" for name, shape in shapes)
+    return ", ".join(f"`{name}` {shape}" for name, shape in shapes)

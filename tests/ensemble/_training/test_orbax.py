@@ -117,3 +117,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     fewer = Ensemble.create(linear(), 3, seed=0)
     with pytest.raises(ValueError, match=r"has shape \(2, 3\) .*, but `like` has shape \(3, 3\)"):
         from_orbax(tmp_path / "one", fewer)
+    dots = Ensemble.from_apply(lambda p, x: x, [{"a.b": {"w": jnp.ones(2)}, "a": {"b": {"w": jnp.zeros(2)}}}])
+    with pytest.raises(ValueError, match="^to_orbax: Orbax joins names by dots, so it would write .* to one place"):
+        to_orbax(tmp_path / "two", dots)
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,14 +14,14 @@ from plurax.transforms._runs.loop import Preempted, run
 from plurax.transforms._runs.processes import ALONE, Group
 
 
-def taken(source: Iterator[Any], saved: list[int] | None, group: Group = ALONE) -> Any:
+def taken(source: Iterator[Any], saved: list[int] | None, group: Group = ALONE, **options: Any) -> Any:
     """Run steps that sum their batches, and save the sum at the end."""
     return run(
         0,
         source,
         lambda state, batch: (state + batch, {}),
         step=0,
-        target=None,
+        target=options.pop("target", None),
         record=lambda step, metrics: None,
         say=lambda step, metrics: "",
         save=None if saved is None else saved.append,
@@ -28,6 +30,7 @@ def taken(source: Iterator[Any], saved: list[int] | None, group: Group = ALONE) 
         group=group,
         done=0,
         total=None,
+        **options,
     )
 
 
@@ -70,3 +73,42 @@ def test_a_handler_of_the_program_stays(saved: list[int] | None) -> None:
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     assert told == [signal.SIGTERM]
+
+
+def test_sigterm_in_the_last_step_or_while_it_is_written_is_not_lost() -> None:
+    saved: list[int] = []
+    with pytest.raises(Preempted):
+        taken(told_to_leave(), saved, target=2)
+    assert saved == [3]
+    finished: list[int] = []
+
+    def written() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        finished.append(1)
+
+    with pytest.raises(Preempted) as left:
+        taken(iter([1, 2]), saved, written=written)
+    assert (left.value.step, saved, finished) == (2, [3, 3], [1])
+
+
+def test_ctrl_c_while_the_last_checkpoint_is_written_returns_the_result() -> None:
+    assert taken(iter([1, 2]), [], written=lambda: signal.raise_signal(signal.SIGINT)) == (3, 2, True)
+
+
+@pytest.mark.filterwarnings("ignore:os.fork")
+def test_a_process_forked_in_a_run_ends_by_sigterm() -> None:
+    """A worker of a data loader, which its parent ends."""
+    found: list[int] = []
+
+    def batches() -> Iterator[int]:
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(1)
+        time.sleep(0.5)  # Python drops a signal that a process gets while it is forked
+        os.kill(child, signal.SIGTERM)
+        found.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        yield 1
+
+    assert taken(batches(), []) == (1, 1, False)
+    assert found == [-signal.SIGTERM]

@@ -97,6 +97,7 @@ def train(
         progress=progress,
         done=begin - start,
         total=target - start,
+        written=(lambda: None) if store is None else store.written,
     )
     rows = recorder.rows()
     if alone:
