@@ -315,7 +315,7 @@ def _write_rows(path: Path, members: list[int], leaves: list[Held]) -> list[tupl
     with path.open("wb") as file:
         for some, columns in rows_as_bytes(leaves, members):
             for column in columns if len(some) == 1 else [np.concatenate(columns, 1)] if columns else []:
-                file.write(np.ascontiguousarray(column))
+                file.write(np.ascontiguousarray(column).data)
             # CRC-32 detects accidental damage, but does not protect against deliberate changes.
             found += [(i, [zlib.crc32(column[k]) for column in columns]) for k, i in enumerate(some)]
     return found

@@ -234,7 +234,9 @@ def _on_preemption(group: Group, saves: bool) -> Iterator[Callable[[], bool]]:
     # After `jax.distributed.initialize`, JAX has the signal, which Python does not see. Only the main thread may set a
     # handler, and one of the user's program stays in place.
     of_jax = jax.distributed.is_initialized()
-    together = of_jax and len(group.processes) == jax.process_count() and jax.config.jax_enable_preemption_service
+    together = (
+        of_jax and len(group.processes) == jax.process_count() and jax.config.values["jax_enable_preemption_service"]
+    )
     main = threading.current_thread() is threading.main_thread()
     ours = saves and main and not of_jax and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if ours:

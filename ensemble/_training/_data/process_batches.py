@@ -27,9 +27,8 @@ class ProcessBatches:
       batches: an iterable of this process's parts: a data loader, a list, or `Batches` of its own examples. Each part
         is a pytree of arrays, with the same shapes in all processes and for all batches. `part(mesh)` says which
         examples a process loads.
-      mesh: the mesh of the trainer; its axis `data` must lie across the processes, as in `Mesh(np.array(
-        jax.devices()).reshape(-1, 2).T, ("ensemble", "data"))` for processes of two devices. Processes that have
-        devices for the same part must pass the same numbers.
+      mesh: the mesh of the trainer, whose axis `data` lies across the processes, so that each has a range of it.
+        Processes that have devices for the same part must pass the same numbers.
       in_axes: as for `Trainer`: which arrays have slices for the members, along which axis. The slices of all members
         are passed by every process.
 

@@ -64,7 +64,7 @@ def test_parts_of_other_shapes_are_refused(mesh: Any) -> None:
     ):
         list(ProcessBatches([X[:6], X[6:11]], mesh))
     with pytest.raises(TypeError, match="^ProcessBatches: mesh must be"):
-        ProcessBatches(PARTS, None)  # type: ignore[arg-type]
+        ProcessBatches(PARTS, None)
     with pytest.raises(ValueError, match='^ProcessBatches: mesh must have an axis "ensemble"'):
         ProcessBatches(PARTS, jax.make_mesh((1,), ("data",)))
 
@@ -89,6 +89,6 @@ def test_which_part(processes: Any, expected: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=expected):
-            ProcessBatches.part(mesh)  # type: ignore[arg-type]
+            ProcessBatches.part(mesh)
     else:
-        assert ProcessBatches.part(mesh) == expected  # type: ignore[arg-type]
+        assert ProcessBatches.part(mesh) == expected
