@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]  # `ray.init` would join the cluster of another test
 
 CLUSTER = Path(__file__).parents[1] / "examples" / "cluster"
 STEPS = 400
