@@ -249,6 +249,8 @@ def test_an_error_names_the_group(cluster: None, tmp_path: Path) -> None:
 def test_a_group_that_always_dies_is_given_up(cluster: None, tmp_path: Path) -> None:
     def deadly(step: int, metrics: Any) -> None:
         if step == 12:
+            while not list(tmp_path.glob("fleet/round_0000/group_0000/step_*")):  # it is written meanwhile
+                time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.raises(RuntimeError, match=r"members 0 to 6 died 3 times after step_00000010; see .*more memory"):

@@ -14,6 +14,14 @@ from plurax.transforms._runs.loop import Preempted, run
 from plurax.transforms._runs.processes import ALONE, Group
 
 
+@pytest.fixture(autouse=True)
+def default_handler() -> Iterator[None]:
+    """Restore the default: Ray sets a handler for the process of the tests."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
 def taken(source: Iterator[Any], saved: list[int] | None, group: Group = ALONE, **options: Any) -> Any:
     """Run steps that sum their batches, and save the sum at the end."""
     return run(
