@@ -226,10 +226,10 @@ def _on_preemption(group: Group, saves: bool) -> Iterator[Callable[[], bool]]:
         notice.seen = True
 
     def agreed() -> bool:
+        from jax.experimental.multihost_utils import reached_preemption_sync_point  # only where processes are connected
+
         notice.seen = notice.seen or reached_preemption_sync_point(next(_calls))
         return notice.seen
-
-    from jax.experimental.multihost_utils import reached_preemption_sync_point
 
     # After `jax.distributed.initialize`, JAX has the signal, which Python does not see. Only the main thread may set a
     # handler, and one of the user's program stays in place.
