@@ -118,7 +118,7 @@ def train_group(job: Job, which: list[int], directory: str, start: int, until: i
         batches = job.batches(which) if _is_function(job.batches) else job.batches
         if start:
             state, batches = load(place / "start", state), iter(batches)
-            skip("fit_fleet", batches, start)
+            skip(batches, start)  # where they have ended before, the group takes no step, and `fit` warns of it
         options = {**job.options, "callbacks": [*job.options.get("callbacks", ()), _Reporter(place)]}
         options |= {"steps": None if until is None else until - start, "checkpoint_dir": place, "progress": False}
         while True:

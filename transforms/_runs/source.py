@@ -110,7 +110,12 @@ def go_to(api: str, source: Iterator[Any], count: int, states: list[Any] | None,
       ValueError: there are fewer batches; other processes than these wrote the states.
     """
     if states is None or not hasattr(source, "set_state"):
-        return skip(api, source, count)
+        first, skipped = skip(source, count)
+        if skipped < count:
+            raise ValueError(
+                f"{api}: the checkpoint has used {count} batches, but got {skipped}; pass the same batches."
+            )
+        return first
     if len(states) != len(group.processes):
         wrote = f"{len(states)} processes, each with its own part of the batches, wrote the checkpoint"
         remedy = "start as many, or pass batches whose iterator has no set_state, which are skipped instead"
@@ -122,14 +127,12 @@ def go_to(api: str, source: Iterator[Any], count: int, states: list[Any] | None,
     return first[0]
 
 
-def skip(api: str, source: Iterator[Any], count: int) -> Any:
-    """Skip batches, at least one, and return the first of them; raise if there are fewer."""
+def skip(source: Iterator[Any], count: int) -> tuple[Any, int]:
+    """Skip batches, at least one; return the first of them, or None, and how many there were."""
     first = list(islice(source, 1))
     # A source with a method `skip` need not create the batches that it skips.
     rest = source.skip(count - 1) if hasattr(source, "skip") else sum(1 for _ in islice(source, count - 1))
-    if (skipped := len(first) + rest) < count:
-        raise ValueError(f"{api}: the checkpoint has used {count} batches, but got {skipped}; pass the same batches.")
-    return first[0]
+    return (first[0] if first else None), len(first) + rest
 
 
 def _as_json(api: str, state: Any) -> dict[str, Any] | None:

@@ -54,7 +54,7 @@ class LoaderIterator(Iterator[Any]):
         self.next = state["next"]
 
     def __next__(self) -> Any:
-        time.sleep(0.01)  # so that a signal arrives before the end
+        wait_for_signal(self.loader.made)
         x = np.random.default_rng(self.next).normal(size=(8, 3)).astype(np.float32)
         mine = x.reshape(self.loader.count, -1, 3)[self.loader.index]
         if self.next == self.loader.fails_at:
@@ -63,6 +63,11 @@ class LoaderIterator(Iterator[Any]):
             file.write(f"{self.next}\n")
         self.next += 1
         return mine, mine[:, :2] * 2
+
+
+def wait_for_signal(made: Path) -> None:
+    """Take longer for a batch in a run that is told to leave, so that all notice it before the end."""
+    time.sleep(0.2 if made.with_name("slow").exists() else 0.01)
 
 
 class Numbers:
@@ -84,7 +89,7 @@ def loaded_by_grain(index: int, count: int, made: Path) -> Any:
     import grain
 
     def noted(batch: Any) -> Any:
-        time.sleep(0.01)
+        wait_for_signal(made)
         with made.open("a") as file:
             file.write("0\n")
         return batch
@@ -193,8 +198,10 @@ def test_all_stop_at_one_step_and_go_on_to_the_bit(
     processes, by_grain = kind
     running = started(tmp_path, processes, by_grain=by_grain)
     wait_for_batch(tmp_path, late, processes)
+    (tmp_path / "slow").touch()
     running[told].send_signal(signal.SIGTERM)
     found = ended(running)
+    (tmp_path / "slow").unlink()
     assert [code for code, *_ in found] == [143] * processes, found
     (said,) = {out.splitlines()[-1] for _, out, _ in found}
     left = int(said.removeprefix("left at "))
