@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 from ...transforms._core.arguments import check_choice, describe
 from ...transforms._core.prediction import Kind, Prediction
 from ...transforms._models.split_model import is_model
-from ...transforms._runs.checkpoint import replace_directory
+from ...transforms._runs.atomic_write import replace_directory
 from .._members.ensemble import Ensemble
 from .._members.prediction import check_temperature, classify, regress
 from .._members.rows import member_index

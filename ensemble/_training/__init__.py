@@ -17,8 +17,8 @@ Input: an `Ensemble` and batches. Output: trained members, a history and checkpo
 - `early_stopping.py`: `EarlyStopping`, `Restarts`, and `Watch`, which tracks the members of a run: the active
   ones, the best arrays of each, and the snapshots from which failed members restart.
 - `checkpoint.py`: `save`, `load` and `load_member`: an ensemble or a training state on disk, alone or as part of a run.
-  They define the arrays that an ensemble consists of; `transforms/_runs/checkpoint.py` reads and writes them:
-  `Checkpoint.member` reads only one member, and `write` replaces a directory atomically.
+  They define the arrays that an ensemble consists of. `CheckpointWriter` of `transforms/_runs` writes them atomically,
+  and `Checkpoint` reads them, or those of one member.
 - `orbax.py`: `to_orbax` and `from_orbax`, the same as a checkpoint of Orbax.
 - `population.py`: `select`, `exploit`, `soup` and other operations between runs, which select, copy, perturb or average
   members.

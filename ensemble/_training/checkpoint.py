@@ -1,6 +1,6 @@
 """`save`, `load` and `load_member`: an ensemble or a training state on disk.
 
-This file names the arrays of an ensemble and of a training state; `transforms._runs.checkpoint` reads and writes them.
+This file names the arrays of an ensemble and of a training state; `transforms._runs` writes and reads them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import numpy as np
 
 from ...transforms._core.arguments import describe
 from ...transforms._models.split_model import is_model, split
-from ...transforms._runs.checkpoint import Checkpoint, outline, write
+from ...transforms._runs.checkpoint import Checkpoint, outline
+from ...transforms._runs.checkpoint_writer import CheckpointWriter
 from ...transforms._runs.processes import Group
 from .._members.ensemble import Ensemble
 from .._members.rows import member_index
@@ -57,7 +58,7 @@ def save(path: str | os.PathLike[str], state_or_ensemble: TrainState | Ensemble)
     """
     if not isinstance(state_or_ensemble, (TrainState, Ensemble)):
         raise TypeError(f"save: needs an Ensemble or a TrainState, but got {type(state_or_ensemble).__name__}.")
-    write_state("save", Path(path), state_or_ensemble)
+    begin_writing("save", Path(path), state_or_ensemble).write()
 
 
 def load(path: str | os.PathLike[str], like: Saved) -> Saved:
@@ -153,21 +154,24 @@ def load_member(path: str | os.PathLike[str], i: int, like: Any) -> Any:
     return structure.merge(*jax.tree.unflatten(jax.tree.structure(arrays), in_order))
 
 
-def write_state(
+def begin_writing(
     api: str,
     path: Path,
     saved: TrainState | Ensemble,
     about: Mapping[str, Any] | None = None,
     history: Mapping[str, np.ndarray] | None = None,
     more: Mapping[str, Any] | None = None,
-) -> None:
-    """Write a checkpoint, with `about` in its manifest, `history` in a file, and `more` as additional arrays."""
+    *,
+    copies: bool = False,
+) -> CheckpointWriter:
+    """Begin a checkpoint, with `about` in its manifest, `history` in a file, and `more` as additional arrays."""
     about = dict(about or {})
     if isinstance(saved, TrainState):
         about["step"] = int(saved.step)
     size = saved._size if isinstance(saved, TrainState) else len(saved)
     parts = _parts(saved) | dict(more or {})
-    write(api, path, parts, size, outlines=_outlines(parts), about=about, history=history)
+    options: dict[str, Any] = {"about": about, "history": history, "copies": copies}
+    return CheckpointWriter.begin(api, path, parts, size, outlines=_outlines(parts), **options)
 
 
 def read_run(checkpoint: Checkpoint, like: TrainState, more: Mapping[str, Any]) -> tuple[TrainState, dict[str, Any]]:

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -37,7 +36,7 @@ from .._members.strategy import Execution
 from .._step.member_status import Stop
 from .._step.state import TrainState
 from .callbacks import Callback, StateAt, takes_state
-from .checkpoint import read_run, write_state
+from .checkpoint import begin_writing, read_run
 from .early_stopping import EarlyStopping, Restarts, Watch, members_in_words
 from .identity import check_program, parts_of
 from .progress import range_of, range_of_loss, told_of
@@ -240,11 +239,8 @@ class Run:
         place = position("Trainer.fit", self.source, self.store.group)
         about = {**self.stepper.settings(execution), **self.identity.manifest(), "position": place}
 
-        def write(path: Path, held: tuple[TrainState, dict[str, np.ndarray], dict[str, Any]]) -> None:
-            full, history, more = held
-            write_state("Trainer.fit", path, full, about, history, more)
-
-        self.store.write(step, (full, self.recorder.arrays(), self.watch.parts(step, full)), write)
+        parts = full, about, self.recorder.arrays(), self.watch.parts(step, full)
+        self.store.write(step, lambda path: begin_writing("Trainer.fit", path, *parts, copies=True))
 
     def finish(self, given: TrainState, ended: State, target: int | None, interrupted: bool) -> TrainState:
         """Return the final state of all members; warn of non-finite parameters, and of a run that ended early."""

@@ -12,13 +12,13 @@ one step and save it; they get back the last state and a history:
 - `data.py` converts and checks the arrays of a batch or of all examples;
 - `optimizer.py` brings optax optimizers into one form, and checks that a state belongs to one;
 - `history.py` records metrics in arrays and returns them as rows;
-- `checkpoint.py` writes a checkpoint (the arrays of each member, and a manifest with shapes, dtypes and checksums), and
-  reads and checks all of it, or a single member (`Checkpoint.member`). The directory is written under a temporary name
-  and renamed once it is on the disk, so it is either complete or absent;
+- `checkpoint_writer.py` writes a checkpoint: the arrays of each member, and a manifest with their shapes, dtypes and
+  checksums. The directory is written under a temporary name and renamed once it is on the disk, so it is complete or
+  absent;
+- `checkpoint.py` reads and checks all of it, or a single member (`Checkpoint.member`);
 - `held_rows.py` finds the members that this process holds or needs, where arrays spread over devices;
-- `array_store.py` reads the arrays of checkpoints of earlier versions, with tensorstore;
 - `processes.py` lets several processes that share arrays exchange small values, and raise together if one fails.
 
-`atomic_write.py` writes a single file atomically, for all files of the library (safetensors, tuning caches, programs):
-under a temporary name, flushed to the disk, then renamed.
+`atomic_write.py` writes a single file, or replaces a directory, atomically, for all files of the library (safetensors,
+tuning caches, programs): under a temporary name, flushed to the disk, then renamed.
 """

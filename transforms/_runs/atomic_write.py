@@ -1,8 +1,9 @@
-"""Write files atomically, so that they are complete or absent."""
+"""Write files and directories atomically, so that they are complete or absent."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import uuid
 from collections.abc import Iterable
 from functools import partial
@@ -38,3 +39,20 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def replace_directory(new: Path, path: Path) -> None:
+    """Replace the directory `path` with `new`. Between the two renames `path` is absent, but never incomplete."""
+    # A single rename cannot replace a directory that is not empty.
+    old = new.with_suffix(".replaced")
+    if not path.exists():
+        new.rename(path)
+    else:
+        path.rename(old)
+        try:
+            new.rename(path)
+        except BaseException:
+            old.rename(path)
+            raise
+    sync(path.parent)
+    shutil.rmtree(old, ignore_errors=True)

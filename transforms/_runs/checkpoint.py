@@ -1,4 +1,4 @@
-"""Checkpoints: arrays of one or several members on disk, one subtree per member.
+"""`Checkpoint`: read the arrays of one or several members from the disk; `CheckpointWriter` writes them.
 
 A checkpoint is a directory with: `arrays/0/` and so on, one for each process that has written members, with a file for
 each part, such as `ensemble.bin`, which has the bytes of one member after another; `history.npz`, if there is a
@@ -12,11 +12,9 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
-import uuid
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,19 +27,17 @@ import numpy as np
 from .._core.arguments import describe
 from .._core.prng import is_key
 from .._models.split_model import dotted
-from . import array_store
-from .atomic_write import sync
-from .held_rows import Held, as_saved, members_held, members_on_devices, rows, rows_as_bytes, stacked
-from .processes import Damaged, Group
+from .held_rows import as_saved, members_on_devices, rows, stacked
+from .processes import Damaged
 
 # For each array of a part its path, shape and dtype, and the stored shape and dtype; see `outline`.
 Outline = list[dict[str, Any]]
 
-_FORMAT = "plurax checkpoint"
-_VERSION = 4
+FORMAT = "plurax checkpoint"
+VERSION = 4
 _EARLIER = (2, 3)  # these have an array of tensorstore for each array of a member; 3 has parts with one row for all
-_MANIFEST = "plurax.json"
-_HISTORY = "history.npz"
+MANIFEST = "plurax.json"
+HISTORY = "history.npz"
 
 
 class OtherStructure(ValueError):
@@ -76,16 +72,16 @@ class Checkpoint:
             earlier = sorted(path.parent.glob(f".{path.name}.*.replaced"))
             hint = f" An interrupted save left the previous one at {earlier[-1]}; rename it back." if earlier else ""
             raise FileNotFoundError(f"{api}: there is no checkpoint at {path}.{hint}")
-        manifest = _manifest(path)
+        manifest = read_manifest(path)
         if manifest is None:
-            raise Damaged(f"{api}: {path} is not a checkpoint of this library, or is damaged: it has no {_MANIFEST}.")
+            raise Damaged(f"{api}: {path} is not a checkpoint of this library, or is damaged: it has no {MANIFEST}.")
         checkpoint = cls(api, path, manifest)
-        if (version := manifest.get("version")) not in (*_EARLIER, _VERSION):
+        if (version := manifest.get("version")) not in (*_EARLIER, VERSION):
             raise ValueError(
                 f"{checkpoint} has version {version}, but this library reads 2 to 4; use the one that wrote it."
             )
-        if manifest.pop("checksum", None) != _checksum(manifest):
-            raise checkpoint.damaged(f"{_MANIFEST} has changed since it was written")
+        if manifest.pop("checksum", None) != checksum(manifest):
+            raise checkpoint.damaged(f"{MANIFEST} has changed since it was written")
         for name, size in manifest["files"].items():
             file = path / name
             found = file.stat().st_size if file.is_file() else None
@@ -105,10 +101,10 @@ class Checkpoint:
     def history(self) -> dict[str, np.ndarray]:
         """Return the history that was passed to `write`, as arrays by name."""
         try:
-            with np.load(self.path / _HISTORY, allow_pickle=False) as file:
+            with np.load(self.path / HISTORY, allow_pickle=False) as file:
                 return {name: file[f"{i}"] for i, name in enumerate(self.manifest["history"])}
         except Exception as error:  # numpy and zipfile raise many kinds of errors if bytes cannot be read
-            raise self.damaged(f"{_HISTORY}: {error}") from error
+            raise self.damaged(f"{HISTORY}: {error}") from error
 
     def load(self, likes: Mapping[str, Any], outlines: Mapping[str, Outline], size: int) -> dict[str, Any]:
         """Return trees of arrays with the checkpoint's values; raise if its arrays differ or are damaged.
@@ -181,8 +177,7 @@ class Checkpoint:
             wanted[self.manifest["owners"][i]] |= {f"members.{i:06d}.{part}.{j:04d}": (i, j) for j in filled}
         found: dict[tuple[int, int], np.ndarray] = {}
         for owner, names in wanted.items():
-            arrays = array_store.get(self.path / f"arrays/{owner}", list(names))
-            found |= {names[name]: array for name, array in arrays.items()}
+            found |= {names[name]: array for name, array in _stored(self.path / f"arrays/{owner}", names)}
         return found
 
     def _order(self, part: str, expected: Outline, size: int) -> list[int]:
@@ -215,112 +210,6 @@ class Checkpoint:
         return stored
 
 
-def write(
-    api: str,
-    path: Path,
-    parts: Mapping[str, Any],
-    size: int,
-    *,
-    outlines: Mapping[str, list[dict[str, Any]]],
-    about: Mapping[str, Any] | None = None,
-    history: Mapping[str, np.ndarray] | None = None,
-) -> None:
-    """Write a checkpoint atomically, together with the other processes that hold parts of it.
-
-    Args:
-      api: the caller's name in errors.
-      path: the directory to create, or a checkpoint to replace.
-      parts: pytrees of arrays by name, with the members along axis 0 of every array, or one row for all of them.
-      size: the number of members.
-      outlines: for each part the result of `outline` for its arrays, in the order of its leaves.
-      about: further entries of the manifest; must be valid JSON.
-      history: arrays to write in addition to the members.
-
-    Raises:
-      FileExistsError: `path` exists and is not a checkpoint, or holds other files too.
-      ValueError: no process has all arrays of a member.
-    """
-    path = path.resolve()
-    group = Group.of(parts)
-    count = {part: rows(tree, size) for part, tree in parts.items()}
-    unfinished = path.parent / f".{path.name}.{group.gather(uuid.uuid4().hex)[0]}.unfinished"
-    try:
-
-        def prepare() -> None:
-            """Create the directory in the first process."""
-            if group.is_first:
-                _check_replaceable(api, path)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                unfinished.mkdir()
-
-        def write_members() -> dict[str, Any]:
-            """Write the members that this process owns; return their checksums and file sizes for the manifest."""
-            mine = [i for i in range(size) if owners[i] == jax.process_index()]
-            home = unfinished / f"arrays/{jax.process_index()}"
-            if not mine:
-                return {"checksums": {}, "files": {}}
-            home.mkdir(parents=True)
-            checksums = {
-                part: _write_rows(home / f"{part}.bin", [i for i in mine if i < count[part]], leaves)
-                for part, leaves in held.items()
-            }
-            for file in [*home.iterdir(), home, home.parent]:
-                sync(file)
-            files = {f.relative_to(unfinished).as_posix(): f.stat().st_size for f in home.iterdir()}
-            return {"checksums": checksums, "files": files}
-
-        def finish() -> None:
-            """Write history and manifest in the first process, and rename the directory."""
-            if not group.is_first:
-                return
-            files = {name: length for one in written for name, length in one["files"].items()}
-            of_each = {part: {i: x for one in written for i, x in one["checksums"].get(part, ())} for part in outlines}
-            checksums = {part: [sums[i] for i in range(count[part])] for part, sums in of_each.items()}
-            manifest: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "size": size, **(about or {})}
-            manifest |= {"arrays": outlines, "owners": owners, "checksums": checksums, "files": files}
-            if history is not None:
-                # Saved by index: a metric's name may be anything, including the name of a parameter of savez.
-                manifest["history"] = list(history)
-                numbered = {f"{i}": array for i, array in enumerate(history.values())}
-                np.savez(unfinished / _HISTORY, allow_pickle=False, **numbered)
-                files[_HISTORY] = (unfinished / _HISTORY).stat().st_size
-            (unfinished / _MANIFEST).write_text(json.dumps({**manifest, "checksum": _checksum(manifest)}))
-            # Flush before the rename, or a power failure could leave the final name with incomplete files.
-            for file in [*unfinished.iterdir(), unfinished]:
-                sync(file)
-            replace_directory(unfinished, path)
-
-        # All processes finish each step before any starts the next: the directory exists before others write into it,
-        # and all arrays are written before the first process renames it.
-        group.agree(prepare)
-        held = {part: [members_held(x, count[part]) for x in jax.tree.leaves(tree)] for part, tree in parts.items()}
-        all_held = [leaf for part, leaves in held.items() if count[part] == size for leaf in leaves]
-        whole = [i for i in range(size) if all(i in leaf for leaf in all_held)]
-        # The first process that has all arrays of a member writes them.
-        holders = [(process, {*has}) for process, has in zip(group.processes, group.gather(whole), strict=True)]
-        owners = [next((process for process, members in holders if i in members), None) for i in range(size)]
-        if None in owners:
-            lost = owners.index(None)
-            raise ValueError(f"{api}: no process has all of member {lost}; shard all arrays alike along axis 0.")
-        written = group.gather(group.agree(write_members))
-        group.agree(finish)
-    finally:
-        if group.is_first:
-            shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _write_rows(path: Path, members: list[int], leaves: list[Held]) -> list[tuple[int, list[int]]]:
-    """Write the bytes of these members, one after another, and return the checksums of the arrays of each."""
-    found: list[tuple[int, list[int]]] = []
-    with path.open("wb") as file:
-        for some, columns in rows_as_bytes(leaves, members):
-            for column in columns if len(some) == 1 else [np.concatenate(columns, 1)] if columns else []:
-                file.write(np.ascontiguousarray(column).data)
-            # CRC-32 detects accidental damage, but does not protect against deliberate changes.
-            found += [(i, [zlib.crc32(column[k]) for column in columns]) for k, i in enumerate(some)]
-    return found
-
-
 def outline(tree: Any, *, drop_axis: bool = False) -> list[dict[str, Any]]:
     """Return path, shape, dtype, stored shape and stored dtype of one member's arrays, as plain values for JSON."""
 
@@ -338,48 +227,34 @@ def outline(tree: Any, *, drop_axis: bool = False) -> list[dict[str, Any]]:
     return [of_leaf(path, leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
 
 
-def _check_replaceable(api: str, path: Path) -> None:
-    """Raise if `path` was not written by `write`, or contains files that were not."""
-    if not path.exists():
-        return
-    manifest = _manifest(path)
-    if manifest is None:
-        raise FileExistsError(f"{api}: {path} exists and is not a checkpoint; pass another path.")
-    files = {file.relative_to(path).as_posix() for file in path.rglob("*") if not file.is_dir()}
-    others = sorted(files - {_MANIFEST, *manifest.get("files", {})})
-    if others:
-        raise FileExistsError(f"{api}: {path} also holds {others[0]!r}, which would be lost; move it.")
-
-
-def replace_directory(new: Path, path: Path) -> None:
-    """Replace the directory `path` with `new`. Between the two renames `path` is absent, but never incomplete."""
-    # A single rename cannot replace a directory that is not empty.
-    old = new.with_suffix(".replaced")
-    if not path.exists():
-        new.rename(path)
-    else:
-        path.rename(old)
-        try:
-            new.rename(path)
-        except BaseException:
-            old.rename(path)
-            raise
-    sync(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _manifest(path: Path) -> dict[str, Any] | None:
+def read_manifest(path: Path) -> dict[str, Any] | None:
     """Return the manifest of the checkpoint at `path`, or None if there is no checkpoint."""
     try:
-        manifest = json.loads((path / _MANIFEST).read_text())
+        manifest = json.loads((path / MANIFEST).read_text())
     except (OSError, ValueError):
         return None
-    return manifest if isinstance(manifest, dict) and manifest.get("format") == _FORMAT else None
+    return manifest if isinstance(manifest, dict) and manifest.get("format") == FORMAT else None
 
 
 def _say(entry: dict[str, Any] | None) -> str:
     return "nothing" if entry is None else f"shape {tuple(entry['shape'])} and dtype {entry['dtype']}"
 
 
-def _checksum(manifest: Mapping[str, Any]) -> int:
+def checksum(manifest: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+
+
+def _stored(directory: Path, names: Iterable[str]) -> list[tuple[str, np.ndarray]]:
+    """Return arrays of a checkpoint of an earlier version: zarr in an OCDBT database."""
+    import tensorstore as ts
+
+    # One context for all arrays: their reads share its cache of the database, and its threads.
+    context = ts.Context()
+
+    def spec(name: str) -> dict[str, Any]:
+        base = {"driver": "file", "path": f"{directory}/"}
+        return {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
+
+    stores = [(name, ts.open(spec(name), open=True, read=True, context=context)) for name in names]
+    reads = [(name, store.result().read()) for name, store in stores]
+    return [(name, read.result()) for name, read in reads]

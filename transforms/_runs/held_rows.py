@@ -34,13 +34,26 @@ def members_held(leaf: Any, size: int) -> Held:
     if getattr(leaf, "is_fully_addressable", True):
         return {i: (leaf, i) for i in range(size)}
     whole = _with_whole_rows(leaf)
-    return {
-        # A copy of rows put together leaves the devices at once, since it may not fit there beside others.
-        i: (shard.data if whole is leaf else np.asarray(shard.data), place)
-        for shard in {str(shard.index): shard for shard in whole.addressable_shards}.values()
-        if all(i.indices(n) == (0, n, 1) for i, n in zip(shard.index[1:], leaf.shape[1:], strict=True))
-        for place, i in enumerate(range(*shard.index[0].indices(size)))
-    }
+    found: Held = {}
+    for shard in {str(shard.index): shard for shard in whole.addressable_shards}.values():
+        members, *others = shard.index
+        if all(i.indices(n) == (0, n, 1) for i, n in zip(others, leaf.shape[1:], strict=True)):
+            # A copy of rows put together leaves the devices at once, since it may not fit there beside others.
+            data = shard.data if whole is leaf else np.asarray(shard.data)
+            found |= {i: (data, place) for place, i in enumerate(range(*members.indices(size)))}
+    return found
+
+
+def copied(held: Held, members: Sequence[int]) -> Held:
+    """Return these members with copies of their arrays in the memory of the host."""
+    copies = {id(array): _copy(array) for array in {id(held[i][0]): held[i][0] for i in members}.values()}
+    return {i: (copies[id(held[i][0])], held[i][1]) for i in members}
+
+
+def _copy(x: Any) -> Any:
+    # A view of it by NumPy would keep its memory from being reused.
+    on_host = isinstance(x, jax.Array) and all(device.platform == "cpu" for device in x.devices())
+    return jnp.copy(x) if on_host else np.array(x)
 
 
 def rows_as_bytes(held: Sequence[Held], members: list[int]) -> Iterator[tuple[list[int], list[np.ndarray]]]:

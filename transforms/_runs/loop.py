@@ -161,7 +161,8 @@ def run(
                 calls = len(waiting) - _AHEAD
                 settle(_AHEAD)
                 before, now = now, time.monotonic()
-                ahead = _AHEAD + min(_TOGETHER, int(_SECONDS * calls / max(now - before, 1e-9)))
+                if group.is_alone:  # several processes dispatch equally many, also before an error in `record`
+                    ahead = _AHEAD + min(_TOGETHER, int(_SECONDS * calls / max(now - before, 1e-9)))
             if at_once(step, metrics):
                 settle(0)
             if save is not None and checkpoint_every is not None and step % checkpoint_every == 0:

@@ -1,7 +1,8 @@
 """The checkpoints of a run: lock their directory, find the newest undamaged one, write new ones, remove old ones.
 
-A process that is alone writes them in a thread while the run goes on, from copies of the arrays. Several processes
-agree after each part of the work, by programs that must not run between those of the steps, so they wait.
+They are written in a thread while the run goes on, from copies of the arrays. Several processes agree on what became of
+a checkpoint when they begin the next one, and at the end: the programs by which they do must not run between those of
+the steps.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import errno
 import re
 import shutil
 import sys
+import threading
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,17 +23,89 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from .._core.memory import in_words
-from .._core.prng import is_key
 from .checkpoint import Checkpoint
+from .checkpoint_writer import CheckpointWriter, Written
 from .lock import locked
 from .processes import Damaged, Group
 
 Found = TypeVar("Found")
 Resume = bool | Literal["auto"]
+
+# Seconds between looks for the notes of other processes, and for a checkpoint that is being written when a run fails:
+# other processes may be dead.
+_LOOK, _PATIENCE = 0.1, 10.0
+
+
+class _Pending:
+    """A checkpoint that a thread is writing, or that could not be begun.
+
+    Attributes:
+      step: its step.
+      rows: what this process has written.
+      published: the end of the work; in the first process, until the checkpoint has its name.
+      told: set once the processes have told each other what they have written.
+      all_rows: that, or None if one of them has failed.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.rows, self.published = Future[Written](), Future[None]()
+        self.told = threading.Event()
+        self.all_rows: list[Written] | None = None
+
+    @classmethod
+    def failed(cls, step: int, error: Exception) -> _Pending:
+        """Return a checkpoint that could not be begun."""
+        pending = cls(step)
+        pending.rows.set_exception(error)
+        pending.published.set_result(None)
+        return pending
+
+    @classmethod
+    def started(
+        cls, step: int, thread: ThreadPoolExecutor, writer: CheckpointWriter, then: Callable[[], None]
+    ) -> _Pending:
+        """Let a thread write a checkpoint, and call `then` when it is published."""
+        pending = cls(step)
+        pending.rows = thread.submit(pending._write_rows, writer)
+        pending.published = thread.submit(pending._publish, writer, then)
+        return pending
+
+    def settle(self, group: Group) -> None:
+        """Wait until it is published; raise in all processes if one of them has failed. All processes call it."""
+        try:
+            self.all_rows = group.gather(group.agree(self.rows.result))
+        except Exception:  # but not Ctrl-C, which leaves the threads at work
+            self.told.set()
+            raise
+        self.told.set()
+        group.agree(self.published.result)
+
+    def _write_rows(self, writer: CheckpointWriter) -> Written:
+        rows = writer.write_rows()
+        if not writer.group.is_alone:
+            writer.leave_note(rows)
+        return rows
+
+    def _publish(self, writer: CheckpointWriter, then: Callable[[], None]) -> None:
+        if not writer.group.is_first:
+            return
+        try:
+            if (rows := self._rows_of_all(writer)) is not None:
+                writer.publish(rows)
+                then()
+        finally:
+            writer.discard()
+
+    def _rows_of_all(self, writer: CheckpointWriter) -> list[Written] | None:
+        if writer.group.is_alone:
+            return [self.rows.result()]
+        while (rows := writer.notes()) is None:
+            if self.told.wait(_LOOK):
+                return self.all_rows
+        return rows
 
 
 @dataclass(frozen=True)
@@ -52,7 +126,7 @@ class RunDirectory:
     group: Group
     resume: Resume
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
-    _written: list[tuple[int, Future[None]]] = field(default_factory=list)  # the last one, until its end is noticed
+    _pending: list[_Pending] = field(default_factory=list)  # the last one, until it is settled
 
     @classmethod
     @contextmanager
@@ -87,11 +161,12 @@ class RunDirectory:
             store = cls(api, directory, keep, group, resume)
             try:
                 yield store
+                store.written()
+            except BaseException:
+                store._fail()
+                raise
             finally:
-                try:
-                    store.written()
-                finally:
-                    store._thread.shutdown()  # waits, so that the lock is held until the thread has ended
+                store._thread.shutdown()  # waits, so that the lock is held until the thread has ended
 
     def newest(self, read: Callable[[Checkpoint], Found]) -> Found | None:
         """Return the result of `read` for the newest undamaged checkpoint, or None if there is none.
@@ -138,30 +213,16 @@ class RunDirectory:
 
         self.group.agree(check)
 
-    def write(self, step: int, held: Found, write: Callable[[Path, Found], None]) -> None:
-        """Write the checkpoint of a step, and remove all but the newest `keep`.
+    def write(self, step: int, begin: Callable[[Path], CheckpointWriter]) -> None:
+        """Write the checkpoint of a step while the run goes on, and remove all but the newest `keep`.
 
         If the disk is full, or fails in another way, warn: a run does not end for lack of a checkpoint.
 
         Args:
           step: the step.
-          held: a pytree with the arrays, whose memory the run may reuse afterwards.
-          write: a function of the path and of `held`, or a copy of it.
+          begin: a function of the path. The run may reuse the memory of all arrays afterwards.
         """
         self._settle(stacklevel=8, last=False)  # the user's line: above `save`, `run`, `train` and `fit`
-        if self.group.is_alone:
-            self._written.append((step, self._thread.submit(self._write, step, _copied(held), write)))
-            return
-        try:
-            self._write(step, held, write)
-        except OSError as error:
-            self._warn(step, error, stacklevel=7, last=False)
-
-    def written(self) -> None:
-        """Wait until the last checkpoint is written; warn if it could not be."""
-        self._settle(stacklevel=7, last=True)
-
-    def _write(self, step: int, held: Found, write: Callable[[Path, Found], None]) -> None:
         path = self.directory / f"step_{step:08d}"
 
         def make_room() -> None:
@@ -171,23 +232,38 @@ class RunDirectory:
 
         def remove_old() -> None:
             # Damaged checkpoints do not count, so that `keep` readable checkpoints are always left.
-            if self.group.is_first:
-                for old in [path for path in self._paths() if _is_whole(path)][: -self.keep]:
-                    shutil.rmtree(old)
+            for old in [path for path in self._paths() if _is_whole(path)][: -self.keep]:
+                shutil.rmtree(old)
 
-        self.group.agree(make_room)
-        write(path, held)
-        self.group.agree(remove_old)
+        try:
+            self.group.agree(make_room)
+            pending = _Pending.started(step, self._thread, begin(path), remove_old)
+        except OSError as error:
+            pending = _Pending.failed(step, error)
+        self._pending.append(pending)
+
+    def written(self) -> None:
+        """Wait until the last checkpoint is written; warn if it could not be."""
+        self._settle(stacklevel=7, last=True)
 
     def _settle(self, stacklevel: int, last: bool) -> None:
-        while self._written:
-            step, work = self._written[0]
-            error = work.exception()  # waits; Ctrl-C may interrupt that, and leaves it to the next call
-            self._written.pop()
-            if isinstance(error, OSError):
-                self._warn(step, error, stacklevel, last)
-            elif error is not None:
-                raise error
+        for pending in list(self._pending):
+            try:
+                pending.settle(self.group)  # Ctrl-C may interrupt that, and leaves it to `_fail`
+            except OSError as error:
+                self._warn(pending.step, error, stacklevel, last)
+            except Exception:
+                self._pending.clear()
+                raise
+            self._pending.clear()
+
+    def _fail(self) -> None:
+        """Leave the run after an error, which may be that of this process only, so that others do not answer."""
+        if self.group.is_alone:
+            self.written()
+        for pending in self._pending:
+            wait([pending.published], _PATIENCE)
+            pending.told.set()
 
     def _warn(self, step: int, error: OSError, stacklevel: int, last: bool) -> None:
         what = f"the checkpoint of step {step} in {self.directory} cannot be written: {error}"
@@ -213,19 +289,6 @@ class RunDirectory:
         """Return the paths with names of checkpoints, by step."""
         paths = [path for path in self.directory.iterdir() if re.fullmatch(r"step_\d{8,}", path.name)]
         return sorted(paths, key=lambda path: int(path.name[5:]))
-
-
-def _copied(held: Found) -> Found:
-    """Return copies of the arrays, in the memory of the host."""
-
-    def copy(x: Any) -> Any:
-        if not isinstance(x, jax.Array):
-            # Numbers become arrays here, since JAX's settings of a thread, such as `enable_x64`, are not the caller's.
-            return np.array(x) if isinstance(x, np.ndarray) else jnp.asarray(x)
-        # NumPy has no keys, which are small.
-        return jnp.copy(x) if is_key(x) or all(d.platform == "cpu" for d in x.devices()) else np.array(x)
-
-    return jax.tree.map(copy, held)
 
 
 def _is_whole(path: Path) -> bool:

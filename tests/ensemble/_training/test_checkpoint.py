@@ -114,7 +114,7 @@ def test_saving_again_replaces(tmp_path, ens, assert_same):
 
 
 @pytest.mark.parametrize(
-    "point", ["plurax.transforms._runs.checkpoint._write_rows", "json.dumps", "pathlib.Path.rename"]
+    "point", ["plurax.transforms._runs.checkpoint_writer._write_rows", "json.dumps", "pathlib.Path.rename"]
 )
 def test_a_save_that_fails_leaves_what_was_there(tmp_path, ens, assert_same, monkeypatch, point):
     save(tmp_path / "a", ens)

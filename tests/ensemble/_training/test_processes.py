@@ -7,6 +7,8 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 import traceback
 import warnings
 from functools import partial
@@ -22,7 +24,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from plurax.ensemble import EarlyStopping, Ensemble, Restarts, Trainer, load, load_member, save
-from plurax.transforms._runs import checkpoint
+from plurax.transforms._runs import checkpoint_writer
 from plurax.transforms._runs.processes import Damaged, Group
 
 # All in one worker, which runs the script once.
@@ -189,7 +191,7 @@ def run(root: Path) -> dict[str, Any]:
 
     @check
     def fails_together() -> None:
-        ensemble, put = members(4, flat), checkpoint._write_rows
+        ensemble, put = members(4, flat), checkpoint_writer._write_rows
 
         def fail(*_: Any) -> None:
             raise OSError("disk full")
@@ -197,7 +199,7 @@ def run(root: Path) -> dict[str, Any]:
         save(root / "whole", ensemble)
         before = sorted(path.name for path in root.rglob("*"))
         failing: Any = fail if jax.process_index() == 1 else put
-        checkpoint._write_rows = failing
+        checkpoint_writer._write_rows = failing
         try:
             for name in ("whole", "other"):
                 with pytest.raises(
@@ -205,11 +207,65 @@ def run(root: Path) -> dict[str, Any]:
                 ):
                     save(root / name, ensemble)
         finally:
-            checkpoint._write_rows = put
+            checkpoint_writer._write_rows = put
         if jax.process_index() == 0:  # the process that cleans up
             assert sorted(path.name for path in root.rglob("*")) == before
         with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
             load(root / "other", ensemble)
+
+    def fit_slowly(name: str, write: Any, callback: Any) -> None:
+        """Take eight steps, with a checkpoint after four, by a function that writes rows."""
+        trainer, put = trainer_on(flat), checkpoint_writer._write_rows
+        options: dict[str, Any] = {"checkpoint_dir": root / name, "checkpoint_every": 4, "callbacks": [callback]}
+        checkpoint_writer._write_rows = lambda path, *args: write(put, path, *args)
+        try:
+            trainer.fit(trainer.init(members(4, flat)), BATCHES * 2, progress=False, **options)
+        finally:
+            checkpoint_writer._write_rows = put
+
+    @check
+    def writes_while_the_run_goes_on() -> None:
+        later, path = threading.Event(), root / "meanwhile" / "step_00000004"
+
+        def write_later(put: Any, *args: Any) -> Any:
+            assert later.wait(60)
+            return put(*args)
+
+        def look(step: int, metrics: Any) -> None:
+            if step != 5:
+                return
+            assert not path.exists()
+            later.set()
+            until = time.monotonic() + 60
+            while not path.exists():  # now, not at the next checkpoint
+                assert time.monotonic() < until
+                time.sleep(0.01)
+
+        fit_slowly("meanwhile", write_later, look)
+
+    @check
+    def a_disk_fails_in_one_process() -> None:
+        for failing, then in ((4, "The run goes on"), (8, "It was the last one of the run")):
+
+            def write(put: Any, path: Path, *args: Any, failing: int = failing) -> Any:
+                if jax.process_index() == 1 and f"step_{failing:08d}" in f"{path}":
+                    raise OSError("disk full")
+                return put(path, *args)
+
+            name = f"failing {failing}"
+            with pytest.warns(UserWarning, match=rf"checkpoint of step {failing} in .*disk full.*{then}"):
+                fit_slowly(name, write, told_to([]))
+            names = sorted(path.name for path in (root / name).iterdir() if path.name != "run.lock")
+            assert names == [f"step_{12 - failing:08d}"]
+
+    @check
+    def an_error_leaves_the_checkpoint_before_it() -> None:
+        def fail(step: int, metrics: Any) -> None:
+            if step == 5:
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            fit_slowly("error", lambda put, *args: put(*args), fail)
 
     @check
     def splits_each_member() -> None:
@@ -284,6 +340,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "members_stop_and_leave",
         "validates",
         "fails_together",
+        "writes_while_the_run_goes_on",
+        "a_disk_fails_in_one_process",
+        "an_error_leaves_the_checkpoint_before_it",
         "splits_each_member",
         "own_files",
     ],
@@ -293,7 +352,16 @@ def test_two_processes(root: Path, name: str, process: int) -> None:
     assert not found[name], found[name]
 
 
-@pytest.mark.parametrize(("name", "size"), [("run/step_00000004", 4), ("padded", 5)])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("run/step_00000004", 4),
+        ("padded", 5),
+        ("meanwhile/step_00000004", 4),
+        ("failing 8/step_00000004", 4),
+        ("error/step_00000004", 4),
+    ],
+)
 def test_one_process_loads_a_checkpoint_of_two(root: Path, name: str, size: int) -> None:
     trainer = trainer_on(None)
     expected, _ = trainer.fit(trainer.init(members(size)), BATCHES, progress=False)

@@ -17,6 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from plurax.transforms._runs import checkpoint_writer
+from plurax.transforms._runs.checkpoint import Checkpoint, outline
+from plurax.transforms._runs.checkpoint_writer import CheckpointWriter
 from plurax.transforms._runs.processes import Group
 from plurax.transforms._runs.run_directory import Resume, RunDirectory
 
@@ -25,49 +28,102 @@ def opened(directory: Any, resume: Resume = "auto") -> AbstractContextManager[Ru
     return RunDirectory.open("fit", directory, 2, Group((jax.process_index(),)), resume, 7)
 
 
-def written(store: RunDirectory | None, write: Any) -> None:
-    assert store is not None
-    store.write(5, None, write)
+STATE: dict[str, Any] = {
+    "x": jnp.arange(6.0).reshape(2, 3),
+    "n": np.arange(2, dtype=np.int32),
+    "key": jax.random.split(jax.random.key(1)),
+}
+OUTLINES = {"state": outline(STATE, drop_axis=True)}
 
 
-def test_a_checkpoint_that_cannot_be_written_warns(tmp_path: Path) -> None:
-    def fail(path: Path, held: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+def begun(path: Path, state: Any = STATE) -> CheckpointWriter:
+    return CheckpointWriter.begin("fit", path, {"state": state}, 2, outlines=OUTLINES, copies=True)
 
-    def mistake(path: Path, held: Any) -> None:
-        raise ValueError("no member")  # not a failing disk
 
+def read(path: Path) -> Any:
+    return Checkpoint.open("fit", path).load({"state": STATE}, OUTLINES, 2)["state"]
+
+
+def fails(error: Exception) -> Any:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    return fail
+
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def run(directory: Path, where: str, error: Exception, then: tuple[int, ...] = ()) -> None:
+    """Write a checkpoint of step 5, which fails, and others."""
+    with pytest.MonkeyPatch.context() as patch, opened(directory) as store:
+        assert store is not None
+        patch.setattr(Path if where == "mkdir" else checkpoint_writer, where, fails(error))
+        store.write(5, begun)
+        store._thread.submit(lambda: None).result()  # after all else
+        patch.undo()
+        for step in then:
+            store.write(step, begun)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if path.name != "run.lock")
+
+
+@pytest.mark.parametrize("where", ["mkdir", "_write_rows", "replace_directory"])
+def test_a_checkpoint_that_cannot_be_written_warns(tmp_path: Path, where: str) -> None:
     match = rf"^fit: the checkpoint of step 5 in {re.escape(str(tmp_path))} cannot be written: .*No space left on dev"
-    with pytest.warns(UserWarning, match=match), opened(tmp_path) as store:
-        written(store, fail)
-    with opened(tmp_path) as store:
-        assert store is not None
-        store.write(5, None, fail)
-        with pytest.warns(UserWarning, match=match):
-            store.write(6, None, lambda *_: None)
-    with pytest.raises(ValueError, match="no member"), opened(tmp_path) as store:
-        written(store, mistake)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with pytest.warns(UserWarning, match=match + ".*It was the last one of the run"):
+        run(tmp_path, where, full)
+    assert names(tmp_path) == []
+    with pytest.warns(UserWarning, match=match + ".*The run goes on"):
+        run(tmp_path, where, full, then=(6, 7, 8))
+    assert names(tmp_path) == ["step_00000007", "step_00000008"]
 
 
-def test_a_checkpoint_holds_copies_and_is_written_while_the_run_goes_on(tmp_path: Path) -> None:
-    later, found = threading.Event(), []
+@pytest.mark.parametrize("where", ["members_held", "_write_rows", "replace_directory"])
+def test_a_mistake_is_no_failing_disk(tmp_path: Path, where: str) -> None:
+    with pytest.raises(ValueError, match="no member"):
+        run(tmp_path, where, ValueError("no member"))
+    assert names(tmp_path) == []
 
-    def write(path: Path, held: Any) -> None:
+
+def test_a_checkpoint_holds_copies_and_is_written_while_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later, put = threading.Event(), checkpoint_writer._write_rows
+
+    def write_later(*args: Any) -> Any:
         assert later.wait(60)
-        found.append((path.name, held))
+        return put(*args)
 
-    state: dict[str, Any] = {"x": jnp.arange(3.0), "n": np.arange(2), "key": jax.random.key(1), "one": 1}
+    monkeypatch.setattr(checkpoint_writer, "_write_rows", write_later)
+    state = {**STATE, "x": STATE["x"] + 0, "n": STATE["n"] + 0}
     with opened(tmp_path) as store:
         assert store is not None
-        store.write(7, state, write)
+        store.write(7, lambda path: begun(path, state))
         jax.jit(lambda x: x + 1, donate_argnums=0)(state["x"]).block_until_ready()
         state["n"] += 1
         assert state["x"].is_deleted()
+        assert not (tmp_path / "step_00000007").exists()
         later.set()
-    ((name, held),) = found
-    assert name == "step_00000007"
-    assert (held["x"].tolist(), held["n"].tolist(), held["one"].tolist()) == ([0.0, 1.0, 2.0], [0, 1], 1)
-    assert held["key"] == jax.random.key(1)
+    found = read(tmp_path / "step_00000007")
+    np.testing.assert_array_equal(found["x"], STATE["x"])
+    np.testing.assert_array_equal(found["n"], STATE["n"])
+    assert (found["key"] == STATE["key"]).all()
+
+
+def test_an_error_in_the_run_does_not_lose_the_checkpoint_before_it(tmp_path: Path) -> None:
+    def fails() -> None:
+        with opened(tmp_path) as store:
+            assert store is not None
+            store.write(7, begun)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    np.testing.assert_array_equal(read(tmp_path / "step_00000007")["x"], STATE["x"])
 
 
 def test_the_room_for_a_checkpoint_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

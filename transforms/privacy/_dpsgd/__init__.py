@@ -11,8 +11,8 @@ The inputs are a loss, an optimizer and settings, then a model, a key and data; 
 - `accounting.py`: `Ledger` describes a step to a privacy accountant. It computes ε from a number of steps, the number
   of steps from a budget, and the noise multiplier from a target ε. `monte_carlo.py` computes the ε of samplings that
   dp-accounting does not know.
-- `state.py`: `DPState`, everything that training changes; parameter checks; saving a state with its ledger through
-  `_runs/checkpoint.py`, and reading it.
+- `state.py`: `DPState`, everything that training changes; parameter checks; writing a state with its ledger by
+  `CheckpointWriter` of `_runs`, and reading it.
 - `sampling.py`: `Batch`; the iterator over sampled batches, padded to a few sizes; and the check that a batch was
   sampled as the accounting assumes.
 - `step.py`: `PrivateStep`, one step as a function to compile. It uses the next two files, then the optimizer.

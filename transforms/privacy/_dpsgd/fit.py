@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ from ..._runs.loop import run
 from ..._runs.run_directory import RunDirectory
 from .model_loss import with_frozen, without_frozen
 from .sampling import Batch
-from .state import DPState, as_member, read_state, write_state
+from .state import DPState, as_member, begin_writing, read_state
 from .step import PrivateStep
 
 
@@ -190,8 +189,5 @@ def _save(
     state: DPState,
 ) -> None:
     """Write a checkpoint of a run with its history; `whole` adds the frozen arrays to a state."""
-
-    def write(path: Path, held: tuple[DPState, dict[str, np.ndarray]]) -> None:
-        write_state("DPSGD.fit", path, *held, identity.manifest())
-
-    store.write(int(state.step), (whole(state), recorder.arrays()), write)
+    parts = whole(state), recorder.arrays(), identity.manifest()
+    store.write(int(state.step), lambda path: begin_writing("DPSGD.fit", path, *parts, copies=True))

@@ -15,7 +15,7 @@ from ..._runs.checkpoint import Checkpoint
 from . import settings
 from .accounting import Accountant, Ledger
 from .sampling import SampledBatches
-from .state import DPState, check_state, published, read_state, write_state
+from .state import DPState, begin_writing, check_state, published, read_state
 
 
 class Mechanism:
@@ -193,7 +193,7 @@ class Mechanism:
           FileExistsError: `path` exists and is not a checkpoint, or also holds other files.
         """
         check_state("DPSGD.save", state, self.ledger)
-        write_state("DPSGD.save", Path(path), state)
+        begin_writing("DPSGD.save", Path(path), state).write()
 
     def load(self, path: str | os.PathLike[str], like: DPState[Model]) -> DPState[Model]:
         """Read a state that `save` or `fit` wrote, bit for bit.

@@ -15,7 +15,8 @@ from ..._core.arguments import describe, leaf_name
 from ..._core.compat import Tracer
 from ..._models.equinox import is_array, released
 from ..._models.split_model import M, merge_tree, shared_variable
-from ..._runs.checkpoint import Checkpoint, outline, write
+from ..._runs.checkpoint import Checkpoint, outline
+from ..._runs.checkpoint_writer import CheckpointWriter
 from .accounting import Ledger
 from .model_loss import warn_of_shared_keys
 
@@ -137,18 +138,21 @@ def _has_statistics(x: Any) -> bool:
     return isinstance(x, Mapping) and "params" in x and bool(jax.tree.leaves(x.get("batch_stats")))
 
 
-def write_state(
+def begin_writing(
     api: str,
     path: Path,
     state: DPState,
     history: Mapping[str, np.ndarray] | None = None,
     more: Mapping[str, Any] | None = None,
-) -> None:
-    """Write a state with its ledger, its step and optionally a history, and `more` in the manifest."""
+    *,
+    copies: bool = False,
+) -> CheckpointWriter:
+    """Begin a checkpoint of a state, with its ledger, its step, optionally a history, and `more` in the manifest."""
     # The manifest holds the step and the ledger in readable form; JSON preserves Python's numbers exactly.
     about = {"step": int(state.step), "ledger": asdict(state.ledger), **(more or {})}
     parts, outlines = as_member(state)
-    write(api, path, parts, 1, outlines=outlines, about=about, history=history)
+    options: dict[str, Any] = {"about": about, "history": history, "copies": copies}
+    return CheckpointWriter.begin(api, path, parts, 1, outlines=outlines, **options)
 
 
 def read_state(checkpoint: Checkpoint, like: DPState[M]) -> DPState[M]:

@@ -242,7 +242,7 @@ def test_a_disk_that_fails_ends_no_run(tmp_path: Any, dp: DPSGD, state: Any, mon
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("plurax.transforms._runs.checkpoint._write_rows", fail)
+        patch.setattr("plurax.transforms._runs.checkpoint_writer._write_rows", fail)
         match = rf"^DPSGD.fit: the checkpoint of step 12 in {tmp_path} cannot be written: .*No space left on device"
         with pytest.warns(UserWarning, match=match) as warned:
             after, _ = fit(dp, state, checkpoint_dir=tmp_path)
