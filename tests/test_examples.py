@@ -325,5 +325,5 @@ def test_the_demo(tmp_path):
     assert "360 of 360 predictions equal those of ensemble" in shown
     assert "bitwise equal" in " ".join(shown.split())
     assert (tmp_path / "out" / "ensemble_digits.png").read_bytes().startswith(b"\x89PNG")
-    manifest = json.loads((tmp_path / "out" / "ensemble_digits" / checkpoint._MANIFEST).read_text())
+    manifest = json.loads((tmp_path / "out" / "ensemble_digits" / checkpoint.MANIFEST).read_text())
     assert (manifest["size"], manifest["step"]) == (4, 30)

@@ -99,7 +99,7 @@ class Checkpoint:
         return f"{self.api}: the checkpoint at {self.path}"
 
     def history(self) -> dict[str, np.ndarray]:
-        """Return the history that was passed to `write`, as arrays by name."""
+        """Return the history that was passed to `CheckpointWriter.begin`, as arrays by name."""
         try:
             with np.load(self.path / HISTORY, allow_pickle=False) as file:
                 return {name: file[f"{i}"] for i, name in enumerate(self.manifest["history"])}

@@ -13,6 +13,7 @@ import shutil
 import uuid
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from .checkpoint import FORMAT, HISTORY, MANIFEST, VERSION, Outline, checksum, r
 from .held_rows import Held, copied, members_held, rows, rows_as_bytes
 from .processes import Group
 
+_NOTES = "notes"
 # What a process has written: for each part the checksums of each member's arrays, and the sizes of files.
 Written = dict[str, Any]
 
@@ -91,24 +93,29 @@ class CheckpointWriter:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 unfinished.mkdir()
 
-        group.agree(prepare)  # so that the directory exists before others write into it
+        counts = {part: rows(tree, size) for part, tree in parts.items()}
         try:
-            counts = {part: rows(tree, size) for part, tree in parts.items()}
-            held = {
-                part: [members_held(x, counts[part]) for x in jax.tree.leaves(tree)] for part, tree in parts.items()
-            }
+            group.agree(prepare)  # so that the directory exists before others write into it
+            leaves = {part: jax.tree.leaves(tree) for part, tree in parts.items()}
+            held = {part: [members_held(x, counts[part]) for x in of_part] for part, of_part in leaves.items()}
             owners = _owners(api, group, [leaf for part in held if counts[part] == size for leaf in held[part]], size)
-            if copies:
-                mine = [i for i, owner in enumerate(owners) if owner == jax.process_index()]
-                held = {
+            mine = [i for i, owner in enumerate(owners) if owner == jax.process_index()]
+
+            def copy() -> dict[str, list[Held]]:
+                return {
                     part: [copied(leaf, [i for i in mine if i < counts[part]]) for leaf in of_part]
                     for part, of_part in held.items()
                 }
-                history = history and {name: np.array(x) for name, x in history.items()}
+
+            held = group.agree(copy) if copies else held
         except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            if group.is_first:
+                shutil.rmtree(unfinished, ignore_errors=True)
             raise
         manifest = {"format": FORMAT, "version": VERSION, "size": size, **(about or {}), "arrays": outlines}
+        if copies:
+            manifest = json.loads(json.dumps(manifest))
+            history = history and {name: np.array(x) for name, x in history.items()}
         return cls(path, group, unfinished, owners, counts, held, manifest, history)
 
     def write(self) -> None:
@@ -125,11 +132,14 @@ class CheckpointWriter:
         if not mine:
             return {"checksums": {}, "files": {}}
         home = self.unfinished / f"arrays/{jax.process_index()}"
-        home.mkdir(parents=True)
+        # Not with all parents: where `unfinished` is not seen, the directory is not shared, or it has been given up.
+        home.parent.mkdir(exist_ok=True)
+        home.mkdir()
         checksums = {
             part: _write_rows(home / f"{part}.bin", [i for i in mine if i < self.counts[part]], leaves)
             for part, leaves in self.held.items()
         }
+        self.held.clear()
         for file in [*home.iterdir(), home, home.parent]:
             sync(file)
         files = {file.relative_to(self.unfinished).as_posix(): file.stat().st_size for file in home.iterdir()}
@@ -141,14 +151,26 @@ class CheckpointWriter:
 
     def notes(self) -> list[Written] | None:
         """Return what all processes have written; None as long as a note is missing."""
-        paths = [self._note(process) for process in self.group.processes]
-        return [json.loads(path.read_text()) for path in paths] if all(path.exists() for path in paths) else None
+        try:
+            return [json.loads(self._note(process).read_text()) for process in self.group.processes]
+        except (OSError, ValueError):  # not there yet, or not whole on a file system that shows files early
+            return None
+
+    def bytes_written(self) -> int:
+        """Return the size of all files."""
+        sizes = 0
+        for file in self.unfinished.rglob("*"):
+            with suppress(OSError):  # it has just been renamed
+                sizes += file.stat().st_size
+        return sizes
 
     def publish(self, written: Sequence[Written]) -> None:
         """In the first process: write history and manifest, and rename the directory."""
-        for process in self.group.processes:
-            self._note(process).unlink(missing_ok=True)
+        shutil.rmtree(self.unfinished / _NOTES, ignore_errors=True)
         files = {name: length for one in written for name, length in one["files"].items()}
+        for name, length in files.items():
+            if (found := (self.unfinished / name).stat().st_size) != length:
+                raise OSError(f"{name} has {found} bytes here instead of {length}; all processes must share the disk")
         checksums = {}
         for part, count in self.counts.items():
             of_each = {i: sums for one in written for i, sums in one["checksums"].get(part, ())}
@@ -172,7 +194,7 @@ class CheckpointWriter:
             shutil.rmtree(self.unfinished, ignore_errors=True)
 
     def _note(self, process: int) -> Path:
-        return self.unfinished / f"written.{process}.json"
+        return self.unfinished / _NOTES / f"{process}.json"
 
 
 def _owners(api: str, group: Group, held: Sequence[Held], size: int) -> list[int]:

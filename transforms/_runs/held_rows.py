@@ -53,7 +53,8 @@ def copied(held: Held, members: Sequence[int]) -> Held:
 def _copy(x: Any) -> Any:
     # A view of it by NumPy would keep its memory from being reused.
     on_host = isinstance(x, jax.Array) and all(device.platform == "cpu" for device in x.devices())
-    return jnp.copy(x) if on_host else np.array(x)
+    # JAX keeps what it has copied from a device, so a second copy would be one too many.
+    return jnp.copy(x) if on_host else np.asarray(x) if isinstance(x, jax.Array) else np.array(x)
 
 
 def rows_as_bytes(held: Sequence[Held], members: list[int]) -> Iterator[tuple[list[int], list[np.ndarray]]]:

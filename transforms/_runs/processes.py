@@ -81,11 +81,16 @@ class Group:
         except BaseException as raised:
             error = raised
         failures = self.gather(None if error is None else [_kind(error), str(error)])
-        for process, failure in zip(self.processes, failures, strict=True):
-            if failure is not None:
-                # The first failure, which is the same in all processes, so that all handle it in the same way.
-                mine = process == jax.process_index()
-                raise error if error is not None and mine else _error(failure[0], failure[1], process)
+        try:
+            if error is not None and not isinstance(error, Exception):  # Ctrl-C in this process
+                raise error
+            for process, failure in zip(self.processes, failures, strict=True):
+                if failure is not None:
+                    # The first failure, which is the same in all processes, so that all handle it in the same way.
+                    mine = process == jax.process_index()
+                    raise error if error is not None and mine else _error(failure[0], failure[1], process)
+        finally:
+            error = None  # it holds this frame, and would keep all that the work held
         return result  # type: ignore[return-value]  # no process has failed, so it has a value
 
 

@@ -33,9 +33,11 @@ from .processes import Damaged, Group
 Found = TypeVar("Found")
 Resume = bool | Literal["auto"]
 
-# Seconds between looks for the notes of other processes, and for a checkpoint that is being written when a run fails:
-# other processes may be dead.
-_LOOK, _PATIENCE = 0.1, 10.0
+# Seconds between looks for the notes of other processes.
+_LOOK = 0.1
+# A process that leaves a run by an error waits for the others to finish their parts of a checkpoint, and gives it up
+# when nothing has been written for so many seconds: they may be dead.
+_PATIENCE = 10.0
 
 
 class _Pending:
@@ -54,34 +56,41 @@ class _Pending:
         self.rows, self.published = Future[Written](), Future[None]()
         self.told = threading.Event()
         self.all_rows: list[Written] | None = None
+        self._writer: CheckpointWriter | None = None
 
-    @classmethod
-    def failed(cls, step: int, error: Exception) -> _Pending:
-        """Return a checkpoint that could not be begun."""
-        pending = cls(step)
-        pending.rows.set_exception(error)
-        pending.published.set_result(None)
-        return pending
+    def start(self, thread: ThreadPoolExecutor, writer: CheckpointWriter, then: Callable[[], None]) -> None:
+        """Let a thread write the checkpoint, and call `then` when it is published."""
+        self._writer = writer
+        self.rows = thread.submit(self._write_rows, writer)
+        self.published = thread.submit(self._publish, writer, then)
 
-    @classmethod
-    def started(
-        cls, step: int, thread: ThreadPoolExecutor, writer: CheckpointWriter, then: Callable[[], None]
-    ) -> _Pending:
-        """Let a thread write a checkpoint, and call `then` when it is published."""
-        pending = cls(step)
-        pending.rows = thread.submit(pending._write_rows, writer)
-        pending.published = thread.submit(pending._publish, writer, then)
-        return pending
+    def fail(self, error: OSError) -> None:
+        """Note that it could not be begun."""
+        self.rows.set_exception(error.with_traceback(None))  # which would hold the state
+        self.published.set_result(None)
 
     def settle(self, group: Group) -> None:
-        """Wait until it is published; raise in all processes if one of them has failed. All processes call it."""
-        try:
-            self.all_rows = group.gather(group.agree(self.rows.result))
-        except Exception:  # but not Ctrl-C, which leaves the threads at work
-            self.told.set()
-            raise
+        """Once all have written their rows, wait until it is published; raise in all processes if one has failed."""
+        if not any(group.gather(self.rows.exception() is not None)):
+            self.all_rows = group.gather(self.rows.result())
         self.told.set()
+        group.agree(partial(wait, [self.published]))
+        group.agree(self.rows.result)
         group.agree(self.published.result)
+
+    def abandon(self) -> BaseException | None:
+        """Wait until it is published, or until nothing more is written; return why it is not. Others are not asked."""
+        try:
+            wait([self.rows])
+            while self._writer is not None and self.rows.exception() is None and not self.published.done():
+                before = self._writer.bytes_written()
+                wait([self.published], _PATIENCE)
+                if self._writer.bytes_written() == before:
+                    break
+        finally:
+            self.told.set()
+        wait([self.published])
+        return self.rows.exception() or self.published.exception()
 
     def _write_rows(self, writer: CheckpointWriter) -> Written:
         rows = writer.write_rows()
@@ -93,15 +102,20 @@ class _Pending:
         if not writer.group.is_first:
             return
         try:
-            if (rows := self._rows_of_all(writer)) is not None:
-                writer.publish(rows)
-                then()
+            rows = self._rows_of_all(writer)
+            if rows is None:
+                raise OSError("not all processes have written their parts")
+            writer.publish(rows)
+            then()
         finally:
             writer.discard()
 
     def _rows_of_all(self, writer: CheckpointWriter) -> list[Written] | None:
         if writer.group.is_alone:
             return [self.rows.result()]
+        if self.rows.exception() is not None:  # others may write still
+            self.told.wait()
+            return None
         while (rows := writer.notes()) is None:
             if self.told.wait(_LOOK):
                 return self.all_rows
@@ -235,40 +249,45 @@ class RunDirectory:
             for old in [path for path in self._paths() if _is_whole(path)][: -self.keep]:
                 shutil.rmtree(old)
 
+        pending = _Pending(step)
+        self._pending.append(pending)
         try:
             self.group.agree(make_room)
-            pending = _Pending.started(step, self._thread, begin(path), remove_old)
+            pending.start(self._thread, begin(path), remove_old)
         except OSError as error:
-            pending = _Pending.failed(step, error)
-        self._pending.append(pending)
+            pending.fail(error)
+        except BaseException:
+            self._pending.clear()
+            pending.told.set()
+            raise
 
     def written(self) -> None:
         """Wait until the last checkpoint is written; warn if it could not be."""
         self._settle(stacklevel=7, last=True)
 
     def _settle(self, stacklevel: int, last: bool) -> None:
+        goes_on = "The run goes on, and tries again at its next checkpoint; only memory holds the steps until then."
+        then = "It was the last one of the run; save the state that `fit` returns." if last else goes_on
         for pending in list(self._pending):
+            self.group.agree(partial(wait, [pending.rows]))  # Ctrl-C may interrupt that, and leaves it to `_fail`
             try:
-                pending.settle(self.group)  # Ctrl-C may interrupt that, and leaves it to `_fail`
+                pending.settle(self.group)
             except OSError as error:
-                self._warn(pending.step, error, stacklevel, last)
+                self._warn(pending.step, error, then, stacklevel)
             except Exception:
                 self._pending.clear()
                 raise
             self._pending.clear()
 
     def _fail(self) -> None:
-        """Leave the run after an error, which may be that of this process only, so that others do not answer."""
-        if self.group.is_alone:
-            self.written()
+        """Leave the run after an error, which may be that of this process only: the others may not answer."""
+        then = "The run ends by another error; it can go on from the checkpoint before."
         for pending in self._pending:
-            wait([pending.published], _PATIENCE)
-            pending.told.set()
+            if (error := pending.abandon()) is not None:
+                self._warn(pending.step, error, then, stacklevel=6)
 
-    def _warn(self, step: int, error: OSError, stacklevel: int, last: bool) -> None:
+    def _warn(self, step: int, error: BaseException, then: str, stacklevel: int) -> None:
         what = f"the checkpoint of step {step} in {self.directory} cannot be written: {error}"
-        goes_on = "The run goes on, and tries again at its next checkpoint; only memory holds the steps until then."
-        then = "It was the last one of the run; save the state that `fit` returns." if last else goes_on
         warnings.warn(f"{self.api}: {what}. {then}", stacklevel=stacklevel)
 
     def _set_aside(self) -> None:

@@ -264,8 +264,12 @@ def run(root: Path) -> dict[str, Any]:
             if step == 5:
                 raise ZeroDivisionError
 
+        def write(put: Any, *args: Any) -> Any:
+            time.sleep(2 * jax.process_index())  # the first process waits for the other
+            return put(*args)
+
         with pytest.raises(ZeroDivisionError):
-            fit_slowly("error", lambda put, *args: put(*args), fail)
+            fit_slowly("error", write, fail)
 
     @check
     def splits_each_member() -> None:

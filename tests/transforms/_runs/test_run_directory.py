@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
 import threading
+import time
+import warnings
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from plurax.transforms._runs import checkpoint_writer
+from plurax.transforms._runs import checkpoint_writer, run_directory
 from plurax.transforms._runs.checkpoint import Checkpoint, outline
 from plurax.transforms._runs.checkpoint_writer import CheckpointWriter
 from plurax.transforms._runs.processes import Group
@@ -124,6 +127,104 @@ def test_an_error_in_the_run_does_not_lose_the_checkpoint_before_it(tmp_path: Pa
     with pytest.raises(ZeroDivisionError):
         fails()
     np.testing.assert_array_equal(read(tmp_path / "step_00000007")["x"], STATE["x"])
+
+
+class FirstOfTwo(Group):
+    """The first process, whose companion holds no members."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, {"checksums": {}, "files": {}} if isinstance(value, dict) else [] if value == [0, 1] else None]
+
+
+TWO = FirstOfTwo((0, 1))
+
+
+@pytest.fixture
+def with_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Group, "of", lambda tree: TWO)
+    monkeypatch.setattr(run_directory, "_PATIENCE", 0.3)
+
+
+def opened_by_two(directory: Path) -> AbstractContextManager[RunDirectory | None]:
+    return RunDirectory.open("fit", directory, 2, TWO, "auto", 7)
+
+
+def leave_note(directory: Path) -> None:
+    """Do what the other process does when it has written."""
+    time.sleep(0.2)
+    (unfinished,) = directory.glob(".step_*.unfinished")
+    (unfinished / "notes").mkdir(exist_ok=True)
+    (unfinished / "notes" / "1.json").write_text(json.dumps({"checksums": {}, "files": {}}))
+
+
+def test_what_processes_say_is_enough_if_a_note_is_not_seen(with_another: None, tmp_path: Path) -> None:
+    with opened_by_two(tmp_path) as store:
+        assert store is not None
+        store.write(7, begun)
+        time.sleep(0.3)
+        assert not (tmp_path / "step_00000007").exists()
+    assert names(tmp_path) == ["step_00000007"]
+    assert sorted(path.name for path in (tmp_path / "step_00000007").iterdir()) == ["arrays", "plurax.json"]
+
+
+@pytest.mark.parametrize("answers", [True, False])
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_an_error_waits_for_others_as_long_as_they_write(
+    with_another: None, tmp_path: Path, answers: bool, error: type[BaseException]
+) -> None:
+    def fails() -> None:
+        with opened_by_two(tmp_path) as store:
+            assert store is not None
+            store.write(7, begun)
+            if answers:
+                threading.Thread(target=leave_note, args=[tmp_path]).start()
+            raise error
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(error):
+            fails()
+    assert names(tmp_path) == (["step_00000007"] if answers else [])
+    texts = [f"{one.message}" for one in caught]
+    assert len(texts) == (not answers)
+    for text in texts:
+        assert re.search("step 7 in .* cannot be written: not all processes have written .*ends by another error", text)
+
+
+def test_an_interrupt_elsewhere_does_not_lose_the_checkpoint(with_another: None, tmp_path: Path) -> None:
+    """The other process is interrupted while it waits for its thread, which goes on."""
+
+    class Interrupted(FirstOfTwo):
+        def gather(self, value: Any) -> list[Any]:
+            return [value, ["KeyboardInterrupt", ""]]
+
+    def run() -> None:
+        with opened_by_two(tmp_path) as store:
+            assert store is not None
+            store.write(7, begun)
+            threading.Thread(target=leave_note, args=[tmp_path]).start()
+            object.__setattr__(store, "group", Interrupted((0, 1)))
+
+    with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
+        run()
+    assert names(tmp_path) == ["step_00000007"]
+
+
+def test_a_second_interrupt_ends_the_wait(with_another: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def fails() -> None:
+        with opened_by_two(tmp_path) as store:
+            assert store is not None
+            store.write(7, begun)
+            store._pending[0].rows.result()
+            monkeypatch.setattr(CheckpointWriter, "bytes_written", interrupt)
+            raise ZeroDivisionError
+
+    with pytest.raises(KeyboardInterrupt):
+        fails()
+    assert names(tmp_path) == []
 
 
 def test_the_room_for_a_checkpoint_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

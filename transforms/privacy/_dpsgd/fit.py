@@ -17,6 +17,7 @@ from ..._runs.checkpoint import Checkpoint
 from ..._runs.history import History, Recorder, recorded
 from ..._runs.identity import Identity, digest, in_a_run, program_digest
 from ..._runs.loop import run
+from ..._runs.processes import Group
 from ..._runs.run_directory import RunDirectory
 from .model_loss import with_frozen, without_frozen
 from .sampling import Batch
@@ -94,6 +95,7 @@ def train(
         save=save,
         checkpoint_every=checkpoint_every,
         progress=progress,
+        group=Group.of(state),
         done=begin - start,
         total=target - start,
         written=(lambda: None) if store is None else store.written,
