@@ -15,11 +15,13 @@ from plurax.transforms._runs.processes import ALONE, Group
 
 
 @pytest.fixture(autouse=True)
-def default_handler() -> Iterator[None]:
-    """Restore the default: Ray sets a handler for the process of the tests."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def default_handlers() -> Iterator[None]:
+    """Restore the defaults: Ray handles SIGTERM in this process, and shells ignore Ctrl-C in the background."""
+    ours = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in ours.items()}
     yield
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def taken(source: Iterator[Any], saved: list[int] | None, group: Group = ALONE, **options: Any) -> Any:
