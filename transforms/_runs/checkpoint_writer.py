@@ -1,14 +1,15 @@
 """`CheckpointWriter`: write a checkpoint atomically, together with the other processes that hold parts of it.
 
 Each process writes the members that it owns into a directory under a temporary name. When all have, the first process
-adds the history and the manifest, and renames the directory. `write` does that and waits; a run does it in threads,
-which exchange no arrays between processes: such programs must not run between those of the steps. There a process
-leaves a note beside its files when it has written them, and the first one waits for the notes of all.
+adds the history and the manifest, and renames the directory. `write` does that and waits. A run does it in threads,
+which exchange no arrays: the programs that do must not run between those of the steps. There a process leaves a note
+beside its files when it has written them, and the first one waits for the notes of all.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import uuid
 import zlib
@@ -21,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .atomic_write import replace_directory, sync, write_atomically
+from .atomic_write import replace_directory, sync
 from .checkpoint import FORMAT, HISTORY, MANIFEST, VERSION, Outline, checksum, read_manifest
 from .held_rows import Held, copied, members_held, rows, rows_as_bytes
 from .processes import Group
@@ -41,7 +42,7 @@ class CheckpointWriter:
       unfinished: the directory until then.
       owners: for each member the process that writes it.
       counts: the number of rows of each part: that of members, or one for all of them.
-      held: for each part the rows of each array that this process holds, at least those that it writes.
+      held: for each part the rows of each array that this process holds, at least those that it writes, until then.
       manifest: the manifest, without what the processes have written.
       history: further arrays.
     """
@@ -101,21 +102,22 @@ class CheckpointWriter:
             owners = _owners(api, group, [leaf for part in held if counts[part] == size for leaf in held[part]], size)
             mine = [i for i, owner in enumerate(owners) if owner == jax.process_index()]
 
-            def copy() -> dict[str, list[Held]]:
-                return {
+            manifest = {"format": FORMAT, "version": VERSION, "size": size, **(about or {}), "arrays": outlines}
+
+            def copy() -> Any:
+                rows_written = {
                     part: [copied(leaf, [i for i in mine if i < counts[part]]) for leaf in of_part]
                     for part, of_part in held.items()
                 }
+                arrays = history and {name: np.array(x) for name, x in history.items()}
+                return rows_written, json.loads(json.dumps(manifest)), arrays
 
-            held = group.agree(copy) if copies else held
+            if copies:
+                held, manifest, history = group.agree(copy)
         except BaseException:
             if group.is_first:
                 shutil.rmtree(unfinished, ignore_errors=True)
             raise
-        manifest = {"format": FORMAT, "version": VERSION, "size": size, **(about or {}), "arrays": outlines}
-        if copies:
-            manifest = json.loads(json.dumps(manifest))
-            history = history and {name: np.array(x) for name, x in history.items()}
         return cls(path, group, unfinished, owners, counts, held, manifest, history)
 
     def write(self) -> None:
@@ -139,15 +141,16 @@ class CheckpointWriter:
             part: _write_rows(home / f"{part}.bin", [i for i in mine if i < self.counts[part]], leaves)
             for part, leaves in self.held.items()
         }
-        self.held.clear()
         for file in [*home.iterdir(), home, home.parent]:
             sync(file)
         files = {file.relative_to(self.unfinished).as_posix(): file.stat().st_size for file in home.iterdir()}
         return {"checksums": checksums, "files": files}
 
     def leave_note(self, written: Written) -> None:
-        """Tell the first process, by a file, what this one has written."""
-        write_atomically(self._note(jax.process_index()), [json.dumps(written).encode()])
+        """Tell the first process, by a file, what this one has written; it may rename the directory at once."""
+        note = self._note(jax.process_index())
+        note.parent.mkdir(exist_ok=True)
+        note.write_text(json.dumps(written))
 
     def notes(self) -> list[Written] | None:
         """Return what all processes have written; None as long as a note is missing."""
@@ -159,8 +162,8 @@ class CheckpointWriter:
     def bytes_written(self) -> int:
         """Return the size of all files."""
         sizes = 0
-        for file in self.unfinished.rglob("*"):
-            with suppress(OSError):  # it has just been renamed
+        with suppress(OSError):  # it is being renamed
+            for file in self.unfinished.rglob("*"):
                 sizes += file.stat().st_size
         return sizes
 
@@ -169,8 +172,9 @@ class CheckpointWriter:
         shutil.rmtree(self.unfinished / _NOTES, ignore_errors=True)
         files = {name: length for one in written for name, length in one["files"].items()}
         for name, length in files.items():
-            if (found := (self.unfinished / name).stat().st_size) != length:
-                raise OSError(f"{name} has {found} bytes here instead of {length}; all processes must share the disk")
+            with (self.unfinished / name).open("rb") as file:  # which asks a shared disk anew
+                if (found := os.fstat(file.fileno()).st_size) != length:
+                    raise OSError(f"{name} has {found} bytes here instead of {length}; all processes must share a disk")
         checksums = {}
         for part, count in self.counts.items():
             of_each = {i: sums for one in written for i, sums in one["checksums"].get(part, ())}

@@ -12,6 +12,7 @@ import re
 import shutil
 import sys
 import threading
+import traceback
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +38,7 @@ Resume = bool | Literal["auto"]
 _LOOK = 0.1
 # A process that leaves a run by an error waits for the others to finish their parts of a checkpoint, and gives it up
 # when nothing has been written for so many seconds: they may be dead.
-_PATIENCE = 10.0
+_PATIENCE = 60.0
 
 
 class _Pending:
@@ -69,14 +70,20 @@ class _Pending:
         self.rows.set_exception(error.with_traceback(None))  # which would hold the state
         self.published.set_result(None)
 
-    def settle(self, group: Group) -> None:
-        """Once all have written their rows, wait until it is published; raise in all processes if one has failed."""
-        if not any(group.gather(self.rows.exception() is not None)):
-            self.all_rows = group.gather(self.rows.result())
-        self.told.set()
+    def settle(self, group: Group) -> Exception | None:
+        """Once all have written their rows, wait until it is published; return why it is not, in all processes."""
+        try:
+            if not any(group.gather(self.rows.exception() is not None)):
+                self.all_rows = group.gather(self.rows.result())
+        finally:
+            self.told.set()
         group.agree(partial(wait, [self.published]))
-        group.agree(self.rows.result)
-        group.agree(self.published.result)
+        try:
+            group.agree(self.rows.result)
+            group.agree(self.published.result)
+        except Exception as error:  # any error of writing is returned
+            return error
+        return None
 
     def abandon(self) -> BaseException | None:
         """Wait until it is published, or until nothing more is written; return why it is not. Others are not asked."""
@@ -93,9 +100,15 @@ class _Pending:
         return self.rows.exception() or self.published.exception()
 
     def _write_rows(self, writer: CheckpointWriter) -> Written:
-        rows = writer.write_rows()
-        if not writer.group.is_alone:
-            writer.leave_note(rows)
+        try:
+            rows = writer.write_rows()
+            if not writer.group.is_alone:
+                writer.leave_note(rows)
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # they would hold the copies until a collection of garbage
+            raise
+        finally:
+            writer.held.clear()
         return rows
 
     def _publish(self, writer: CheckpointWriter, then: Callable[[], None]) -> None:
@@ -250,8 +263,8 @@ class RunDirectory:
                 shutil.rmtree(old)
 
         pending = _Pending(step)
-        self._pending.append(pending)
         try:
+            self._pending.append(pending)
             self.group.agree(make_room)
             pending.start(self._thread, begin(path), remove_old)
         except OSError as error:
@@ -270,14 +283,12 @@ class RunDirectory:
         then = "It was the last one of the run; save the state that `fit` returns." if last else goes_on
         for pending in list(self._pending):
             self.group.agree(partial(wait, [pending.rows]))  # Ctrl-C may interrupt that, and leaves it to `_fail`
-            try:
-                pending.settle(self.group)
-            except OSError as error:
-                self._warn(pending.step, error, then, stacklevel)
-            except Exception:
-                self._pending.clear()
-                raise
+            error = pending.settle(self.group)
             self._pending.clear()
+            if isinstance(error, OSError):
+                self._warn(pending.step, error, then, stacklevel)
+            elif error is not None:
+                raise error
 
     def _fail(self) -> None:
         """Leave the run after an error, which may be that of this process only: the others may not answer."""

@@ -1,8 +1,9 @@
-"""The checkpoints of a run on a disk that is full, read-only or failing; `test_fit.py` tests the rest."""
+"""The checkpoints of a run: failing disks, threads, interrupts, other processes; `test_fit.py` tests the rest."""
 
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import shutil
 import threading
 import time
 import warnings
+import weakref
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +25,7 @@ import pytest
 from plurax.transforms._runs import checkpoint_writer, run_directory
 from plurax.transforms._runs.checkpoint import Checkpoint, outline
 from plurax.transforms._runs.checkpoint_writer import CheckpointWriter
+from plurax.transforms._runs.held_rows import copied
 from plurax.transforms._runs.processes import Group
 from plurax.transforms._runs.run_directory import Resume, RunDirectory
 
@@ -47,21 +50,18 @@ def read(path: Path) -> Any:
     return Checkpoint.open("fit", path).load({"state": STATE}, OUTLINES, 2)["state"]
 
 
-def fails(error: Exception) -> Any:
+def fails_with(error: Exception) -> Any:
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
     return fail
 
 
-FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 def run(directory: Path, where: str, error: Exception, then: tuple[int, ...] = ()) -> None:
     """Write a checkpoint of step 5, which fails, and others."""
     with pytest.MonkeyPatch.context() as patch, opened(directory) as store:
         assert store is not None
-        patch.setattr(Path if where == "mkdir" else checkpoint_writer, where, fails(error))
+        patch.setattr(Path if where == "mkdir" else checkpoint_writer, where, fails_with(error))
         store.write(5, begun)
         store._thread.submit(lambda: None).result()  # after all else
         patch.undo()
@@ -129,6 +129,51 @@ def test_an_error_in_the_run_does_not_lose_the_checkpoint_before_it(tmp_path: Pa
     np.testing.assert_array_equal(read(tmp_path / "step_00000007")["x"], STATE["x"])
 
 
+def test_an_error_in_the_run_does_not_hide_a_checkpoint_that_failed(tmp_path: Path) -> None:
+    def fails() -> None:
+        with pytest.MonkeyPatch.context() as patch, opened(tmp_path) as store:
+            assert store is not None
+            patch.setattr(checkpoint_writer, "_write_rows", fails_with(OSError("no disk")))
+            store.write(7, begun)
+            raise ZeroDivisionError
+
+    match = "step 7 .* cannot be written: no disk. The run ends by another error"
+    with pytest.warns(UserWarning, match=match), pytest.raises(ZeroDivisionError):
+        fails()
+
+
+def test_copies_are_freed_when_they_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[Any] = []
+
+    def noted(held: Any, members: Any) -> Any:
+        found = copied(held, members)
+        copies.extend(weakref.ref(array) for array, _ in found.values())
+        return found
+
+    monkeypatch.setattr(checkpoint_writer, "copied", noted)
+    gc.disable()
+    try:
+        with pytest.warns(UserWarning, match="cannot be written"):
+            run(tmp_path, "_write_rows", OSError("no disk"))
+        assert len(copies) == 6
+        assert all(copy() is None for copy in copies)
+    finally:
+        gc.enable()
+
+
+def test_after_its_note_a_process_leaves_the_directory_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, write = begun(tmp_path / "step_00000007"), Path.write_text
+
+    def publish(path: Path, text: str) -> int:
+        size = write(path, text)
+        writer.unfinished.rename(tmp_path / "elsewhere")
+        return size
+
+    monkeypatch.setattr(Path, "write_text", publish)
+    writer.leave_note(writer.write_rows())
+    assert names(tmp_path) == ["elsewhere"]
+
+
 class FirstOfTwo(Group):
     """The first process, whose companion holds no members."""
 
@@ -142,17 +187,21 @@ TWO = FirstOfTwo((0, 1))
 @pytest.fixture
 def with_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Group, "of", lambda tree: TWO)
-    monkeypatch.setattr(run_directory, "_PATIENCE", 0.3)
 
 
 def opened_by_two(directory: Path) -> AbstractContextManager[RunDirectory | None]:
     return RunDirectory.open("fit", directory, 2, TWO, "auto", 7)
 
 
-def leave_note(directory: Path) -> None:
-    """Do what the other process does when it has written."""
-    time.sleep(0.2)
+def leave_note(directory: Path, seconds: float = 0.2) -> None:
+    """Do what the other process does, which writes for some time."""
     (unfinished,) = directory.glob(".step_*.unfinished")
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        with (unfinished / "arrays" / "1").open("a") as file:
+            file.write("x")
+        time.sleep(0.05)
+    (unfinished / "arrays" / "1").unlink()
     (unfinished / "notes").mkdir(exist_ok=True)
     (unfinished / "notes" / "1.json").write_text(json.dumps({"checksums": {}, "files": {}}))
 
@@ -170,14 +219,21 @@ def test_what_processes_say_is_enough_if_a_note_is_not_seen(with_another: None, 
 @pytest.mark.parametrize("answers", [True, False])
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 def test_an_error_waits_for_others_as_long_as_they_write(
-    with_another: None, tmp_path: Path, answers: bool, error: type[BaseException]
+    with_another: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    answers: bool,
+    error: type[BaseException],
 ) -> None:
+    monkeypatch.setattr(run_directory, "_PATIENCE", 1.0 if answers else 0.3)
+
     def fails() -> None:
         with opened_by_two(tmp_path) as store:
             assert store is not None
             store.write(7, begun)
+            store._pending[0].rows.result()
             if answers:
-                threading.Thread(target=leave_note, args=[tmp_path]).start()
+                threading.Thread(target=leave_note, args=[tmp_path, 2.5]).start()
             raise error
 
     with warnings.catch_warnings(record=True) as caught:
@@ -202,6 +258,7 @@ def test_an_interrupt_elsewhere_does_not_lose_the_checkpoint(with_another: None,
         with opened_by_two(tmp_path) as store:
             assert store is not None
             store.write(7, begun)
+            store._pending[0].rows.result()
             threading.Thread(target=leave_note, args=[tmp_path]).start()
             object.__setattr__(store, "group", Interrupted((0, 1)))
 
