@@ -81,7 +81,7 @@ class _Pending:
         try:
             group.agree(self.rows.result)
             group.agree(self.published.result)
-        except Exception as error:  # any error of writing is returned
+        except Exception as error:  # a failing disk, which the caller warns of, or a mistake, which it raises
             return error
         return None
 
@@ -104,8 +104,8 @@ class _Pending:
             rows = writer.write_rows()
             if not writer.group.is_alone:
                 writer.leave_note(rows)
-        except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # they would hold the copies until a collection of garbage
+        except Exception as error:  # whatever failed, its frames would hold the copies until a collection of garbage
+            traceback.clear_frames(error.__traceback__)
             raise
         finally:
             writer.held.clear()
