@@ -25,9 +25,10 @@ from .._members.shared import SharedArrays
 from .._members.strategy import Execution, over_members, take_member
 from .._step.joint_step import joint_step
 from .._step.member_step import MemberStep
+from .._step.packed import Packed, Packing, packed, unpacked
 from .._step.shared_step import SharedStep
 from .._step.state import Arrays, SharedState, Trained, TrainState
-from .forms import Padded, State, Unstacked, padded, put, rows_of, stacked, take, unstacked, without_padding
+from .forms import Padded, State, Unstacked, padded, put, stacked, take, unstacked, without_padding
 
 
 class StepInputs(NamedTuple):
@@ -96,6 +97,7 @@ class Executor:
         self._step, self._shared_step = step, shared_step
         self.layout = layout
         self._latest: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
+        self._latest_program: tuple[tuple[Any, ...], Any] | None = None
         # One program for a step that leaves its state usable, and one for a step that donates the memory of its state.
         # A function for each static part, since `jax.jit` would compare static arguments at every call.
         self._program = lru_cache(maxsize=256)(self._compiled)
@@ -112,16 +114,20 @@ class Executor:
         With `donate`, the new state has the form that the next step needs, which may not be a `TrainState`.
         """
         structure, size = inputs.state._structure, inputs.size
+        layout = self._layout_of(execution)
         after: State
-        if execution.strategy != "loop":
-            layout = self._layout_of(execution)
+        if execution.strategy != "loop" and layout is None:
+            given = stacked(inputs.state)._pack()
+            program = self.program(execution, inputs, donate, given.packing)
+            arrays, metrics = program(given.arrays, given.constant, inputs.arguments)
+            after = TrainState._of_packed(given._replace(arrays=arrays))
+        elif execution.strategy != "loop":
             with within(layout):
-                program = self.program(execution, inputs, donate)
-                arguments = self._arguments(execution, inputs)
+                program, arguments = self.program(execution, inputs, donate), self._arguments(layout, inputs)
                 arrays, trained, step, metrics = program(*arguments)
             shared = None if arguments[2] is None else SharedState.of(trained, arguments[2])
             after = Padded(structure, size, arrays, step, shared)
-            metrics = metrics if layout is None else without_padding(metrics, size)
+            metrics = without_padding(metrics, size)
         else:
             static, last = self._static(execution, inputs), self._last_of_member(inputs)
             of_members, shared = [], inputs.state._shared
@@ -161,21 +167,33 @@ class Executor:
             rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((inputs.size, *x.shape), x.dtype), member)
             return self._row_program.lower(static, rows, rows, *last)
         layout = self._layout_of(execution)
-        # On a mesh, shardings are in the program; else `compile_for` may compile for another device.
-        place = jax.sharding.SingleDeviceSharding(device()) if device() is not None and layout is None else None
+        if layout is None:
+            given = stacked(inputs.state)._pack()
+            # `compile_for` may compile for another device.
+            place = None if device() is None else jax.sharding.SingleDeviceSharding(device())
+            arguments = jax.tree.map(
+                partial(_shape_if_traced, place=place), (given.arrays, given.constant, inputs.arguments)
+            )
+            return self.program(execution, inputs, donate, given.packing).lower(*arguments)
         with within(layout):
-            arguments = jax.tree.map(partial(_shape_if_traced, place=place), self._arguments(execution, inputs))
+            arguments = jax.tree.map(partial(_shape_if_traced, place=None), self._arguments(layout, inputs))
             return self.program(execution, inputs, donate).lower(*arguments)
 
-    def program(self, execution: Execution, inputs: StepInputs, donate: bool) -> Any:
+    def program(self, execution: Execution, inputs: StepInputs, donate: bool, packing: Packing | None = None) -> Any:
         """Return the compiled program of a step.
 
-        It is a function of the arrays of all members, the shared ones that train and those that do not, the step and
-        the batch.
+        On one device it is a function of the arrays of a `Packed` state, its constant ones and the batch, to the new
+        arrays and the metrics. Without `packing`, it is a function of the arrays of all members, the shared ones that
+        train and those that do not, the step and the batch.
         """
-        return self._program(self._static(execution, inputs), donate)
+        key = self._static(execution, inputs), donate, packing
+        if self._latest_program is None or key != self._latest_program[0]:
+            self._latest_program = key, self._program(*key)
+        return self._latest_program[1]
 
-    def _compiled(self, static: tuple[Any, ...], donate: bool) -> Any:
+    def _compiled(self, static: tuple[Any, ...], donate: bool, packing: Packing | None) -> Any:
+        if packing is not None:
+            return jax.jit(partial(self._packed_step, donate, static, packing), donate_argnums=0 if donate else ())
         return jax.jit(partial(self._step_of_all, donate, static), donate_argnums=(0, 1) if donate else ())
 
     def _static(self, execution: Execution, inputs: StepInputs) -> tuple[Any, ...]:
@@ -185,13 +203,11 @@ class Executor:
             self._latest = parts, (*parts[:4], HashablePytree.of(inputs.axes))
         return self._latest[1]
 
-    def _arguments(self, execution: Execution, inputs: StepInputs) -> tuple[Any, ...]:
-        """Return the arguments of a program of all members, with the arrays on the devices of that program."""
-        state, batches, layout = inputs.state, inputs.arguments, self._layout_of(execution)
-        if layout is None:
-            return rows_of(state), *_in_parts(state._shared), state.step, batches
-        state = padded(state, layout)
-        placed = layout.place_batch(batches, inputs.axes, inputs.size, stacked=inputs.steps is not None)
+    def _arguments(self, layout: Layout | None, inputs: StepInputs) -> tuple[Any, ...]:
+        """Return the arguments of a program of all members, with the arrays on the devices of a layout."""
+        assert layout is not None
+        state = padded(inputs.state, layout)
+        placed = layout.place_batch(inputs.arguments, inputs.axes, inputs.size, stacked=inputs.steps is not None)
         return state.arrays, *_in_parts(state._shared), state.step, placed
 
     def _last_of_member(self, inputs: StepInputs) -> tuple[Any, Any]:
@@ -230,6 +246,24 @@ class Executor:
         one, steps = partial(self._one_step_of_all, in_place, static, constant), static[3]
         (arrays, trained), metrics = _in_sequence(one, (arrays, trained), batches, steps)
         return arrays, trained, step + (steps or 1), metrics
+
+    def _packed_step(
+        self,
+        in_place: bool,
+        static: tuple[Any, ...],
+        packing: Packing,
+        arrays: list[jax.Array],
+        constant: list[jax.Array],
+        batches: Any,
+    ) -> tuple[list[jax.Array], dict[str, Any]]:
+        """Return the new arrays of a packed state, and the metrics; compiled."""
+        (*own, trained), standing, step, shared = unpacked(Packed(packing, arrays, constant))
+        of_all = self._step_of_all(in_place, static, (*own, standing), trained, shared, step, batches)
+        (*own, standing), trained, step, metrics = of_all
+        if not in_place:
+            del metrics["stopped"]  # for `fit`; users read `state.standing`
+        after = packed(packing.structure, (*own, trained), standing, step, shared)
+        return after.arrays, metrics
 
     def _one_step_of_all(
         self,

@@ -65,7 +65,8 @@ def stacked(state: State) -> TrainState:
     if isinstance(state, TrainState):
         return state
     if isinstance(state, Padded):
-        return TrainState._of_arrays(state._structure, rows_of(state), state.step, state._shared)
+        arrays = without_padding(state.arrays, state._size)
+        return TrainState._of_arrays(state._structure, arrays, state.step, state._shared)
     # One member at a time into donated arrays: one compiled program for any number of members, and no second copy.
     arrays = _room(state.members[0], state._size)
     for i, member in enumerate(state.members):
@@ -73,13 +74,10 @@ def stacked(state: State) -> TrainState:
     return TrainState._of_arrays(state._structure, arrays, state.step, state._shared)
 
 
-def rows_of(state: State) -> Arrays:
-    """Return the stacked arrays of a state; without the `TrainState`, whose creation takes longer than a short step."""
-    if not isinstance(state, Padded):
-        return stacked(state)._arrays()
-    # Usually there is no padding, and the status tells so more quickly than the leaves of all arrays.
-    unpadded = state.arrays[3].step.shape[0] == state._size
-    return state.arrays if unpadded else without_padding(state.arrays, state._size)
+def arrays_of(state: State) -> list[Any]:
+    """Return the arrays that a state consists of; does not unpack it, which is a call of a program."""
+    held = state.__dict__.get("_packed")
+    return jax.tree.leaves(state) if held is None else held.arrays
 
 
 def unstacked(state: State) -> Unstacked:

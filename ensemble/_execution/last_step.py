@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 
-from .._step.state import SharedState, TrainState
+from ...transforms._core.compat import Tracer
+from .._step.state import TrainState
 
 Program = Callable[..., Any]
 
@@ -20,31 +21,39 @@ class LastStep:
     structure and shapes. Its checks would take longer than the step of a small ensemble.
 
     Args:
-      program: the compiled program: from the arrays of a state, the shared ones that train and those that do not, the
-        step and the arguments of the loss to the new arrays, shared ones, step and the metrics.
+      program: the compiled program: from the arrays of a packed state, its constant ones and the arguments of the loss
+        to the new arrays and the metrics.
       before: the state before the step.
-      after: the state after it.
+      after: the state after it, packed.
       arguments: the arguments of the loss after the model.
     """
 
     def __init__(self, program: Program, before: TrainState, after: TrainState, arguments: tuple[Any, ...]) -> None:
         self._program, self._kind = program, _kind_of(arguments)
-        # Weak, so that the arrays of a state can be freed.
-        self._states = weakref.ref(before), weakref.ref(after)
+        held = after._pack()
+        self._packing = held.packing
+        # The states with their integers. Weak, so that the arrays of a state can be freed.
+        self._before: tuple[Any, Any] = (weakref.ref(before), None)
+        self._after = weakref.ref(after), held.arrays[-1]
 
     def again(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]] | None:
         """Take a step of the same kind; return the new state and the metrics, or None for a step of another kind."""
-        before, after = self._states
-        if state is not after() and state is not before():
+        if state is self._after[0]():
+            integers = self._after[1]
+        elif state is self._before[0]():
+            integers = self._before[1]
+        else:
             return None
         arguments = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
         if _kind_of(arguments) != self._kind:
             return None
-        shared = state._shared
-        inputs = (None, None) if shared is None else (shared.trained, shared.constant)
-        arrays, trained, step, metrics = self._program(state._arrays(), *inputs, state.step, arguments)
-        new = state._with(arrays, step, None if shared is None else SharedState.of(trained, shared.constant))
-        self._states = weakref.ref(state), weakref.ref(new)
+        packing, arrays, constant = held = state._pack(integers)
+        if packing is not self._packing and packing != self._packing:
+            return None  # the caller has put something else into the state
+        after, metrics = self._program(arrays, constant, arguments)
+        new: TrainState[Any] = TrainState._of_packed(held._replace(arrays=after))
+        if not isinstance(after[-1], Tracer):
+            self._before, self._after = (weakref.ref(state), arrays[-1]), (weakref.ref(new), after[-1])
         return new, metrics
 
 

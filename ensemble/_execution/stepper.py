@@ -24,7 +24,7 @@ from .._step.state import TrainState
 from .autotune import Tuning, fingerprint, recall, remember
 from .data_parallel import check_split
 from .executor import Executor, StepInputs
-from .forms import State, Unstacked, stacked, unstacked
+from .forms import State, Unstacked, arrays_of, stacked, unstacked
 from .last_step import LastStep
 from .search import Search, chunk_of
 
@@ -177,10 +177,12 @@ class Stepper:
     def _remember(self, inputs: StepInputs, execution: Execution, after: State, donate: bool) -> None:
         """Remember a step that can be repeated without choosing its execution again."""
         alone = execution.devices == 1 and execution.strategy != "loop" and self.executor.layout is None
-        if not alone or donate or isinstance(after.step, Tracer):
+        if not alone or donate or not isinstance(before := inputs.state, TrainState):
             return
-        if isinstance(before := inputs.state, TrainState) and isinstance(after, TrainState):
-            program = self.executor.program(execution, inputs, donate)
+        assert isinstance(after, TrainState)
+        packing, arrays, _ = after._pack()
+        if not isinstance(arrays[-1], Tracer):
+            program = self.executor.program(execution, inputs, donate, packing)
             self.last = LastStep(program, before, after, inputs.arguments)
 
     def _follow(
@@ -201,12 +203,12 @@ class Stepper:
                 # Before the clock starts, the state gets the form that this execution needs, which may compile too.
                 loops = execution.strategy == "loop" and donate
                 inputs = inputs._replace(state=unstacked(inputs.state) if loops else _not_unstacked(inputs.state))
-                jax.block_until_ready((inputs.state, inputs.arguments))
+                jax.block_until_ready((arrays_of(inputs.state), inputs.arguments))
                 search.begin()
             try:
                 after, metrics = self.executor.execute(execution, inputs, donate)
                 if search.ends_block(steps):
-                    jax.block_until_ready((after, metrics))
+                    jax.block_until_ready((arrays_of(after), metrics))
             except Exception as error:  # such as too little memory for a candidate
                 if execution == search.best or _is_deleted(inputs.state):
                     raise
@@ -224,7 +226,7 @@ class Stepper:
             try:
                 execution = self._fitting(inputs, donate, search.best)
                 after, metrics = self.executor.execute(execution, inputs, donate)
-                jax.block_until_ready((after, metrics))
+                jax.block_until_ready((arrays_of(after), metrics))
             except Exception as error:  # such as an operation that cannot be batched
                 first = first or error
                 if _is_deleted(inputs.state) or (instead := next(others, None)) is None:
@@ -345,4 +347,4 @@ def _not_unstacked(state: State) -> State:
 
 def _is_deleted(state: State) -> bool:
     """Return whether a failed step has used up the memory of its state."""
-    return any(x.is_deleted() for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
+    return any(x.is_deleted() for x in arrays_of(state) if isinstance(x, jax.Array))

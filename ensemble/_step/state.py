@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 import jax
 
@@ -12,6 +12,7 @@ from ...transforms._models.split_model import M, Structure
 from .._members.ensemble import Ensemble
 from .._members.shared import SharedArrays
 from .member_status import MemberStatus
+from .packed import Packed, packed, unpacked
 
 # The arrays of one member, or of all members stacked: trainable, rest, optimizer state, member status.
 Arrays = tuple[Any, Any, Any, MemberStatus]
@@ -91,11 +92,36 @@ class TrainState(Generic[M]):
         ensemble = Ensemble(structure, trainable, rest, shared.arrays)
         return cls(ensemble, opt_state, step, standing, shared.opt_state)
 
-    def _with(self, arrays: Arrays, step: jax.Array, shared: SharedState | None) -> TrainState[M]:
-        """Return the state with other arrays of the same structure and shapes."""
-        trainable, rest, opt_state, standing = arrays
-        ensemble = self.ensemble._with(trainable, rest, None if shared is None else shared.arrays)
-        return TrainState(ensemble, opt_state, step, standing, None if shared is None else shared.opt_state)
+    @classmethod
+    def _of_packed(cls, packed: Packed) -> TrainState[M]:
+        """Return a state whose attributes are made when one of them is first read, which a loop of steps never does."""
+        state = object.__new__(cls)
+        state.__dict__["_packed"] = packed
+        return state
+
+    if not TYPE_CHECKING:  # which knows the attributes, and would take any other for one of them
+
+        def __getattr__(self, name: str) -> Any:
+            """Return an attribute that a packed state does not have yet."""
+            held: Packed | None = self.__dict__.get("_packed")
+            if held is None or name not in _FIELDS:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            (*arrays, trained), standing, step, constant = unpacked(held)
+            shared = None if constant is None else SharedState.of(trained, constant)
+            made = TrainState._of_arrays(held.packing.structure, (*arrays, standing), step, shared)
+            # No longer packed, since the caller may change what it reads: a dict of hyperparameters, for example.
+            self.__dict__.update(made.__dict__)
+            self.__dict__.pop("_packed", None)
+            return self.__dict__[name]
+
+    def _pack(self, integers: Any = None) -> Packed:
+        """Return the packed state; `integers` are those that it had when it was packed before, if known."""
+        if (held := self.__dict__.get("_packed")) is not None:
+            return held
+        ensemble, shared = self.ensemble, self._shared
+        trained, constant = (None, None) if shared is None else (shared.trained, shared.constant)
+        changing = ensemble.trainable, ensemble.rest, self.opt_state, trained
+        return packed(ensemble.structure, changing, self.standing, self.step, constant, integers)
 
     def _with_rows(self, arrays: Arrays) -> TrainState[M]:
         """Return the state with the arrays of other members."""
@@ -115,12 +141,18 @@ class TrainState(Generic[M]):
 
     @property
     def _structure(self) -> Structure[M]:
-        return self.ensemble.structure
+        held: Packed | None = self.__dict__.get("_packed")
+        return self.ensemble.structure if held is None else held.packing.structure
 
     @property
     def _size(self) -> int:
         """Return the number of members."""
-        return self.standing.step.shape[0]
+        held: Packed | None = self.__dict__.get("_packed")
+        return self.standing.step.shape[0] if held is None else held.size
+
+
+# The class has the default as an attribute, which would hide that a packed state does not have its own yet.
+del TrainState.shared_opt_state
 
 
 def check_state(api: str, state: Any) -> None:

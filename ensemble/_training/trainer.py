@@ -248,7 +248,7 @@ class Trainer:
             again = stacked(new), metrics
         after, metrics = again
         self._latest = weakref.ref(after)
-        del metrics["stopped"]  # for `fit`; users read `state.standing`
+        metrics.pop("stopped", None)  # for `fit`; users read `state.standing`
         return after, metrics
 
     def fit(

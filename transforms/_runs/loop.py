@@ -27,7 +27,7 @@ State = TypeVar("State")
 _AHEAD = 2
 # Waiting for a step takes some 30 us, and so is done for several short steps at once: for at most this many, which take
 # about this many seconds.
-_TOGETHER, _SECONDS = 16, 2e-3
+_TOGETHER, _SECONDS = 64, 4e-3
 
 
 # What a shell reports for a process that SIGTERM has ended. Schedulers start such a process again: Kubeflow restarts

@@ -85,7 +85,7 @@ def test_a_batch_of_another_kind(begun, assert_same, data):
 @pytest.mark.parametrize("data", [(batch()[0], "y"), batch()[0], (*batch(), 1.0), {"x": batch()[0], "y": None}])
 def test_a_batch_that_is_refused(begun, data):
     trainer, state, _ = begun(strategy="vmap")
-    for start in (state, state._with(state._arrays(), state.step, None)):
+    for start in (state, state._with_rows(state._arrays())):
         with pytest.raises((TypeError, AttributeError)):
             trainer.step(start, data)
     trainer.step(state, batch())
