@@ -33,7 +33,7 @@ def aot(
     As `jax.jit`, but a compiled program is written to the directory `path`, and later processes load it. There is one
     file for each combination of shapes, dtypes, static structure, devices and settings of JAX.
 
-    Without `key`, every process traces and lowers the function, and looks up the program by its text, including all
+    Without `key`, every process traces and lowers the function, and looks up the program by its code, including all
     constants, and by its devices. The program is never stale, but the first result takes longer.
 
     With `key`, nothing is traced before the first result. The key is your promise that the code is unchanged: the file

@@ -29,7 +29,12 @@ _WITHOUT_EFFECT = re.compile(
 
 def settings_of_jax() -> dict[str, Any]:
     """Return the settings of JAX that a program depends on."""
-    return {name: value for name, value in sorted(jax.config.values.items()) if not _WITHOUT_EFFECT.search(name)}
+    return {name: value for name, value in sorted(jax.config.values.items()) if _has_effect(name)}
+
+
+@functools.cache
+def _has_effect(setting: str) -> bool:
+    return not _WITHOUT_EFFECT.search(setting)
 
 
 def default_device() -> Any:

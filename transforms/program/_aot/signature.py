@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import re
 import uuid
@@ -13,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.mlir import ir, passmanager
 from jax.sharding import Mesh
 
 from ..._core.compat import Jitted, lowered_for
@@ -21,7 +23,7 @@ from ..._models.split_model import split_tree, splits_of
 from .call_structure import described, nodes, without_addresses, written
 from .environment import current_mesh, default_device, identity_of_environment, settings_of_jax
 
-_FORMAT = "3"
+_FORMAT = "4"
 # Custom calls that are built into XLA. JAX registers all others during lowering, so a program that is loaded into a
 # process without lowering there would call functions that are not registered.
 _READY = {"ApproxTopK", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape", "annotate_device_placement"}
@@ -64,13 +66,14 @@ class CallSignature:
         # backend, a program from that cache does not run, "Function wrapped_sine not found" (jaxlib 0.10.2).
         tag = f"_{uuid.uuid4().hex[:8]}"
         program.__name__ = self.name + tag
-        # Keep all arguments, since the text of a program does not show which of them were dropped.
+        # Keep all arguments, since the code of a program does not show which of them were dropped.
         traced = jax.jit(program, donate_argnums=donated, keep_unused=True).trace(*self.leaves)
         lowered = traced.lower()
-        text = lowered.as_text().replace(tag, "")
-        # The text has all constants, but it shows neither weakly typed results nor devices.
+        code = _code(lowered.compiler_ir()).replace(tag.encode(), b"")
+        # The code has all constants, but it shows neither weakly typed results nor devices.
         types = [str(x) for x in jax.tree.leaves(traced.out_info)]
-        identity = [digest(text), types, [device.id for device in lowered_for(lowered)]]
+        identity = [hashlib.sha256(code).hexdigest(), types, [device.id for device in lowered_for(lowered)]]
+        text = lowered.as_text() if b"custom_call" in code else ""
         return Lowered(lowered, identity, sorted(set(re.findall(r"custom_call @([\w.$]+)", text)) - _READY))
 
     def _donated(self, jitted: Any) -> tuple[int, ...]:
@@ -142,6 +145,15 @@ def abstract(x: Any) -> Any:
     # Key arrays have no layout.
     sharding = getattr(x, "format", x.sharding) if isinstance(x, jax.Array) and x.committed else None
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type, sharding=sharding)
+
+
+def _code(module: ir.Module) -> bytes:
+    """Return a program as bytecode, which takes a third of the time of its text, without the lines it comes from."""
+    with module.context:
+        code, copy = io.BytesIO(), module.operation.clone()
+        passmanager.PassManager.parse("builtin.module(strip-debuginfo)").run(copy)
+    copy.write_bytecode(code)
+    return code.getvalue()
 
 
 def digest(value: Any) -> str:
