@@ -228,6 +228,22 @@ def test_a_setting_of_flax_is_detected(tmp_path):
         found_to_be_stale(step, make, tmp_path)
 
 
+@pytest.mark.parametrize("key", ["1", None])
+def test_a_function_on_other_lines_is_unchanged(key, tmp_path, monkeypatch):
+    code = "def step(x): return {} * jnp.linalg.cholesky(jnp.diag(1.0 + x[0] ** 2))"
+    results = []
+    for rate, lines in (("2.0", ""), ("2.0", "\n" * 7)):
+        program = aot(module_of(lines + code.format(rate), "edited", monkeypatch).step, tmp_path, key=key)
+        results += [program(X), program(X)]
+    assert len(list(tmp_path.iterdir())) == 1
+    for result in results:
+        np.testing.assert_array_equal(result, results[0])
+    if key is None:  # and on the same lines, but with another number, it is another program
+        other = aot(module_of(code.format("3.0"), "edited", monkeypatch).step, tmp_path)
+        np.testing.assert_allclose(other(X), 1.5 * results[0], rtol=1e-6)
+        assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_a_changed_result_structure_is_detected(tmp_path):
     program = aot(lambda x: {"a": x, "b": -x}, tmp_path, key="1")
     assert list(program(X)) == ["a", "b"]
