@@ -80,27 +80,43 @@ class Bucketed:
         self._fun, self._axis, self._sizes, self._out_axes = fun, axis, sizes, out_axes
         self._owner, self._function = bound_model(fun)
         self._programs: dict[int, Any] = {}  # by size
-        # The axes of the arrays of calls without models, by structure, types and ranks: checked once for each kind.
-        self._known: dict[Any, list[int | None]] = {}
+        # The arrays that are padded in a call without models, and their axes, by the structure, types and ranks of all
+        # arrays: checked once for each kind of call.
+        self._known: dict[Any, list[tuple[int, int]]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return `fun(*args, mask=..., **kwargs)` with padded arrays."""
         if "mask" in kwargs:
             raise TypeError("bucketed: mask must not be passed, since bucketed computes it from the lengths; omit it.")
-        leaves, treedef = jax.tree.flatten(args, is_leaf=is_model)
-        kind = treedef, *((type(x), getattr(x, "ndim", 0), getattr(x, "dtype", None)) for x in leaves)
-        axes = self._known.get(kind) if self._owner is None and not kwargs else None
-        lengths = {x.shape[axis] for x, axis in zip(leaves, axes, strict=True) if axis is not None} if axes else ()
-        if axes and len(lengths) == 1:
-            (length,), models = lengths, []
+        if all([type(x) is np.ndarray for x in args]):
+            leaves, unflatten, treedef = list(args), tuple, None  # the usual case, in half the time
         else:
-            axes = self._axes_of(args)
-            refuse_shared_state("bucketed", self._fun, self._owner, args, kwargs)
-            each = self._axis if isinstance(self._axis, tuple) else (self._axis,) * len(args)
-            length = mapped_size("bucketed", self._fun, args, {}, each, None, None)
-            models = models_of((self._owner, args, kwargs))
-            if not models and not kwargs:
-                self._known[kind] = axes
+            leaves, treedef = jax.tree.flatten(args, is_leaf=is_model)
+            unflatten = treedef.unflatten
+        kind = treedef, *[(type(x), getattr(x, "ndim", 0), getattr(x, "dtype", None)) for x in leaves]
+        if not kwargs and (padded := self._known.get(kind)) is not None:
+            # XLA's threads fall asleep within a few microseconds, so that checks would make the program slower, too.
+            length = leaves[padded[0][0]].shape[padded[0][1]]
+            size = self._size_for(length)
+            for i, axis in padded:
+                if (x := leaves[i]).shape[axis] != length:
+                    break  # an error
+                leaves[i] = _filled(x, axis, size)
+            else:
+                out, _ = self._program(size)((self._owner, unflatten(leaves), kwargs), length)
+                return self._cut(out, length, size)
+        return self._checked(kind, args, kwargs)
+
+    def _checked(self, kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of a call of a kind that is not known yet."""
+        leaves, treedef = jax.tree.flatten(args, is_leaf=is_model)
+        axes = self._axes_of(args)
+        refuse_shared_state("bucketed", self._fun, self._owner, args, kwargs)
+        each = self._axis if isinstance(self._axis, tuple) else (self._axis,) * len(args)
+        length = mapped_size("bucketed", self._fun, args, {}, each, None, None)
+        models = models_of((self._owner, args, kwargs))
+        if not models and not kwargs:
+            self._known[kind] = [(i, axis % leaves[i].ndim) for i, axis in enumerate(axes) if axis is not None]
         size = self._size_for(length)
         filled = jax.tree.unflatten(treedef, [_filled(x, axis, size) for x, axis in zip(leaves, axes, strict=True)])
         arguments = (self._owner, filled, kwargs)
@@ -179,15 +195,16 @@ def _filled(x: Any, axis: int | None, size: int) -> Any:
     """Return an array zero-padded to `size` along an axis."""
     if axis is None:
         return x
-    axis %= x.ndim
+    shape = x.shape
+    axis %= len(shape)
     if isinstance(x, Tracer):
-        return jnp.pad(x, [(0, size - n if i == axis else 0) for i, n in enumerate(x.shape)])
+        return jnp.pad(x, [(0, size - n if i == axis else 0) for i, n in enumerate(shape)])
     # Pad with NumPy: `jnp.pad` would compile a program for each length. Use an assignment: for small arrays `numpy.pad`
     # takes five times as long.
-    filled = np.zeros((*x.shape[:axis], size, *x.shape[axis + 1 :]), x.dtype)
-    filled[(slice(None),) * axis + (slice(x.shape[axis]),)] = x
+    filled = np.zeros((*shape[:axis], size, *shape[axis + 1 :]), x.dtype)
+    filled[(slice(None),) * axis + (slice(shape[axis]),)] = x
     # Put a committed array back on its device, so that `fun` runs there.
-    there = isinstance(x, jax.Array) and x.committed and len(x.devices()) == 1
+    there = type(x) is not np.ndarray and isinstance(x, jax.Array) and x.committed and len(x.devices()) == 1
     return jax.device_put(filled, x.sharding) if there else filled
 
 
