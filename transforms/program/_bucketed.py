@@ -88,11 +88,12 @@ class Bucketed:
         """Return `fun(*args, mask=..., **kwargs)` with padded arrays."""
         if "mask" in kwargs:
             raise TypeError("bucketed: mask must not be passed, since bucketed computes it from the lengths; omit it.")
+        unflatten: Callable[[list[Any]], Any]
         if all([type(x) is np.ndarray for x in args]):
-            leaves, unflatten, treedef = list(args), tuple, None  # the usual case, in half the time
+            leaves, treedef, unflatten = list(args), None, tuple  # the usual case, in half the time
         else:
             leaves, treedef = jax.tree.flatten(args, is_leaf=is_model)
-            unflatten = treedef.unflatten
+            unflatten = partial(jax.tree.unflatten, treedef)
         kind = treedef, *[(type(x), getattr(x, "ndim", 0), getattr(x, "dtype", None)) for x in leaves]
         if not kwargs and (padded := self._known.get(kind)) is not None:
             # XLA's threads fall asleep within a few microseconds, so that checks would make the program slower, too.
