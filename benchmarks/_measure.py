@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import platform
+import random
 import re
 import signal
 import statistics
@@ -48,7 +49,7 @@ def spread(values: Iterable[float]) -> dict[str, Any]:
 
 
 def interleaved(candidates: dict[Any, Callable[[], Any]], *, rounds: int, seconds: float) -> dict[Any, dict[str, Any]]:
-    """Time candidates alternately, `rounds` times.
+    """Time candidates alternately, `rounds` times, each time in another order.
 
     A candidate returns the JAX arrays to wait for, or other objects, which count as ready. Its first call, which
     compiles, is timed separately. Each round repeats the call for about `seconds`, and takes the mean.
@@ -68,9 +69,11 @@ def interleaved(candidates: dict[Any, Callable[[], Any]], *, rounds: int, second
             once = min(once, _time(call, 1), _time(call, 1))
         repeats[name] = max(1, int(seconds / once))
     times: dict[Any, list[float]] = {name: [] for name in candidates}
+    # In a random order, since some leave the next one a slower machine, such as PyTorch, whose threads wait busily.
+    order = random.Random(0)
     for _ in tqdm(range(rounds), unit="round", leave=False):
-        for name, call in candidates.items():
-            times[name].append(_time(call, repeats[name]) * 1e3)
+        for name in order.sample(list(candidates), len(candidates)):
+            times[name].append(_time(candidates[name], repeats[name]) * 1e3)
     return {name: {"turns": found, "ms": spread(found), "first_s": first[name]} for name, found in times.items()}
 
 

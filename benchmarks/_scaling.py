@@ -36,7 +36,12 @@ def ours(
 ) -> tuple[Trainer, Callable[[], Any]]:
     """Return a trainer and its step, after "auto" has tried all; `donate` reuses the state's memory, as in `fit`."""
     trainer = Trainer(cross_entropy, optax.adam(LEARNING_RATE), **options)
-    call = chained(lambda state: trainer._stepper.advance(state, (x, y), donate=donate)[:2], trainer.init(ensemble))
+
+    def step_of_fit(state: Any) -> Any:
+        stepper = trainer._stepper
+        return stepper.advance(state, (x, y), donate=True, search=stepper.search)[:2]
+
+    call = chained(step_of_fit if donate else lambda state: trainer.step(state, (x, y)), trainer.init(ensemble))
     if options.get("strategy", "auto") == "auto":
         try_all(trainer, call)
     return trainer, call
