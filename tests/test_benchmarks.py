@@ -188,11 +188,14 @@ def test_spreads_are_over_rounds(measure):
     assert claim["ours / other"] == measure.ratio(times, "a", "b")
 
 
-def test_candidates_alternate(measure):
+def test_candidates_alternate_in_another_order_each_round(measure):
     called = []
-    times = measure.interleaved({x: lambda x=x: called.append(x) for x in "ab"}, rounds=3, seconds=0.0)
-    assert called == ["a", "a", "b", "b", *"ababab"]
-    assert [len(times[x]["turns"]) for x in "ab"] == [3, 3]
+    times = measure.interleaved({x: lambda x=x: called.append(x) for x in "abc"}, rounds=20, seconds=0.0)
+    first, rounds = "".join(called[:6]), ["".join(called[i : i + 3]) for i in range(6, len(called), 3)]
+    assert first == "aabbcc"
+    assert [sorted(one) for one in rounds] == [list("abc")] * 20
+    assert len(set(rounds)) == 6  # all orders; the seed is fixed
+    assert [len(times[x]["turns"]) for x in "abc"] == [20] * 3
 
 
 @pytest.mark.slow
