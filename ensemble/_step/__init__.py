@@ -14,4 +14,6 @@ metrics. Only the initialization of the state depends on the number of members; 
 - `member_status.py`: `MemberStatus`: the members that train, those that have stopped, and the reasons; the checks for
   finite values.
 - `state.py`: `TrainState`: the ensemble, the optimizer state, the step and the status, as one pytree.
+- `packed.py`: `Packed`: the arrays of a state as a flat list, as programs on one device take and return them. The state
+  that a step returns is made from it when one of its attributes is read.
 """
