@@ -12,7 +12,6 @@ from jax.extend.core import Jaxpr
 
 from ...transforms._convolutions.as_products import has_convolution
 from ...transforms._core.axes import Axes, axes_per_argument, mapped_size
-from ...transforms._core.compat import Tracer
 from ...transforms._core.memory import largest_chunk
 from ...transforms._core.target import device, platform
 from ...transforms._runs.source import Stacked, copied, first_of
@@ -180,9 +179,8 @@ class Stepper:
         if not alone or donate or not isinstance(before := inputs.state, TrainState):
             return
         assert isinstance(after, TrainState)
-        packing, arrays, _ = after._pack()
-        if not isinstance(arrays[-1], Tracer):
-            program = self.executor.program(execution, inputs, donate, packing)
+        if (held := after._held) is not None:  # not in a trace
+            program = self.executor.program(execution, inputs, donate, held.packing)
             self.last = LastStep(program, before, after, inputs.arguments)
 
     def _follow(

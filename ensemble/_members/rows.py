@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from ...transforms._core.arguments import describe
 from ...transforms._core.compat import Tracer
@@ -86,7 +88,11 @@ def match_sharding(rows: Any, others: Any) -> Any:
     """Return the rows on the devices of `others`."""
     layout = Layout.around(others) or Layout.home(others)
     if layout is None or ENSEMBLE not in layout.mesh.axis_names:
-        return move(rows, jax.tree.leaves(others)[0].sharding)
+        sharding = jax.tree.leaves(others)[0].sharding
+        if isinstance(sharding, NamedSharding):  # placed by hand; where axes are explicit, it names all of this array's
+            spec = sharding.spec[: min((x.ndim for x in jax.tree.leaves(rows)), default=0)]
+            sharding = NamedSharding(sharding.mesh, P(*spec), memory_kind=sharding.memory_kind)
+        return move(rows, sharding)
     return layout.place(rows)
 
 

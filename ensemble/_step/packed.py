@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import PyTreeDef
 
-from ...transforms._core.compat import Tracer
 from ...transforms._models.split_model import Structure
 from .member_status import MemberStatus
 
@@ -66,20 +65,18 @@ def unpacked(state: Packed) -> tuple[Any, MemberStatus, jax.Array, Any]:
     """Return what a step changes, the status of the members, the number of steps, and what is constant."""
     packing, (*arrays, integers), others = state
     hyperparams, schedules, constant = jax.tree.unflatten(packing.constant, others)
-    if isinstance(integers, Tracer):
-        step, last, stopped, restarts = _apart(integers)
-    else:
-        with jax.ensure_compile_time_eval():  # a state that is read in a trace first would keep tracers of it
-            step, last, stopped, restarts = _apart(integers)
+    step, last, stopped, restarts = _apart(integers)
     standing = MemberStatus(last, stopped, restarts, hyperparams, schedules)
     return jax.tree.unflatten(packing.changing, arrays), standing, step, constant
 
 
 @jax.jit
 def _together(step: jax.Array, *of_members: jax.Array) -> jax.Array:
-    return jnp.stack([jnp.broadcast_to(step, of_members[0].shape), *of_members])
+    # Not broadcast, since on a mesh with explicit axes all rows must be sharded like the arrays of the members.
+    return jnp.stack([0 * of_members[0] + step, *of_members])
 
 
 @jax.jit
 def _apart(integers: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    return integers[0, 0], integers[1], integers[2], integers[3]
+    # The steps of all members are equal; on such a mesh no single one of them can be taken.
+    return integers[0].max(), integers[1], integers[2], integers[3]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic
 
 import jax
 
+from ...transforms._core.compat import Tracer
 from ...transforms._models.split_model import M, Structure
 from .._members.ensemble import Ensemble
 from .._members.shared import SharedArrays
@@ -94,7 +95,12 @@ class TrainState(Generic[M]):
 
     @classmethod
     def _of_packed(cls, packed: Packed) -> TrainState[M]:
-        """Return a state whose attributes are made when one of them is first read, which a loop of steps never does."""
+        """Return a state whose attributes are made when one of them is first read, which a loop of steps never does.
+
+        In a trace they are made at once: if they were first read inside a loop, they would belong to the trace of that.
+        """
+        if isinstance(packed.arrays[-1], Tracer):
+            return cls._of_unpacked(packed)
         state = object.__new__(cls)
         state.__dict__["_packed"] = packed
         return state
@@ -103,20 +109,32 @@ class TrainState(Generic[M]):
 
         def __getattr__(self, name: str) -> Any:
             """Return an attribute that a packed state does not have yet."""
-            held: Packed | None = self.__dict__.get("_packed")
+            held = self._held
+            if name in self.__dict__:  # another thread has made it in the meantime
+                return self.__dict__[name]
             if held is None or name not in _FIELDS:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            (*arrays, trained), standing, step, constant = unpacked(held)
-            shared = None if constant is None else SharedState.of(trained, constant)
-            made = TrainState._of_arrays(held.packing.structure, (*arrays, standing), step, shared)
+            with jax.ensure_compile_time_eval():  # the state may outlive the trace in which it is first read
+                made = TrainState._of_unpacked(held)
             # No longer packed, since the caller may change what it reads: a dict of hyperparameters, for example.
             self.__dict__.update(made.__dict__)
             self.__dict__.pop("_packed", None)
             return self.__dict__[name]
 
+    @classmethod
+    def _of_unpacked(cls, packed: Packed) -> TrainState[M]:
+        (*arrays, trained), standing, step, constant = unpacked(packed)
+        shared = None if constant is None else SharedState.of(trained, constant)
+        return cls._of_arrays(packed.packing.structure, (*arrays, standing), step, shared)
+
+    @property
+    def _held(self) -> Packed | None:
+        """Return the packed state, as long as no attribute was read."""
+        return self.__dict__.get("_packed")
+
     def _pack(self, integers: Any = None) -> Packed:
         """Return the packed state; `integers` are those that it had when it was packed before, if known."""
-        if (held := self.__dict__.get("_packed")) is not None:
+        if (held := self._held) is not None:
             return held
         ensemble, shared = self.ensemble, self._shared
         trained, constant = (None, None) if shared is None else (shared.trained, shared.constant)
@@ -141,13 +159,13 @@ class TrainState(Generic[M]):
 
     @property
     def _structure(self) -> Structure[M]:
-        held: Packed | None = self.__dict__.get("_packed")
+        held = self._held
         return self.ensemble.structure if held is None else held.packing.structure
 
     @property
     def _size(self) -> int:
         """Return the number of members."""
-        held: Packed | None = self.__dict__.get("_packed")
+        held = self._held
         return self.standing.step.shape[0] if held is None else held.size
 
 

@@ -98,12 +98,10 @@ class Bucketed:
         if not kwargs and (padded := self._known.get(kind)) is not None:
             # XLA's threads fall asleep within a few microseconds, so that checks would make the program slower, too.
             length = leaves[padded[0][0]].shape[padded[0][1]]
-            size = self._size_for(length)
-            for i, axis in padded:
-                if (x := leaves[i]).shape[axis] != length:
-                    break  # an error
-                leaves[i] = _filled(x, axis, size)
-            else:
+            if all([leaves[i].shape[axis] == length for i, axis in padded]):
+                size = self._size_for(length)
+                for i, axis in padded:
+                    leaves[i] = _filled(leaves[i], axis, size)
                 out, _ = self._program(size)((self._owner, unflatten(leaves), kwargs), length)
                 return self._cut(out, length, size)
         return self._checked(kind, args, kwargs)

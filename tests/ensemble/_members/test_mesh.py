@@ -460,6 +460,26 @@ def other_meshes() -> None:
     assert_close(state.ensemble, expected.ensemble)
 
 
+def sharded_by_hand() -> None:
+    """A state whose arrays were placed on a mesh steps there, also where explicit axes are part of the types."""
+    trainer = Trainer(square, optax.adam(0.1), strategy="vmap")
+    state = trainer.init(created(MLP, 4))
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((2,), ("m",), axis_types=(kind,))
+
+        def placing(x: jax.Array, mesh: Any = mesh) -> NamedSharding:
+            return NamedSharding(mesh, P("m") if x.ndim else P())
+
+        one, there = state, jax.tree.map(lambda x: jax.device_put(x, placing(x)), state)
+        for _ in range(3):
+            (one, _), (there, _) = trainer.step(one, (ROWS, TARGETS)), trainer.step(there, (ROWS, TARGETS))
+        fitted, _ = trainer.fit(there, [(ROWS, TARGETS)] * 2, progress=False)
+        assert (int(there.step), int(fitted.step)) == (3, 5)
+        assert_close(there, one, 1e-5)
+        for x in jax.tree.leaves(there):
+            assert x.sharding.is_equivalent_to(placing(x), x.ndim), x.sharding
+
+
 def files() -> None:
     """A run over four devices resumes over two and on one with the same results."""
     batches = [(IMAGES + i, LABELS) for i in range(4)]
@@ -564,6 +584,7 @@ WAYS = (
     a_data_axis_of_one,
     refusals,
     other_meshes,
+    sharded_by_hand,
     files,
     chosen,
 )

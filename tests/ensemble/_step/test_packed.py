@@ -117,6 +117,29 @@ def test_a_state_that_is_first_read_in_a_trace_keeps_no_tracer(create, plain, as
     assert_same(jax.tree.leaves(trainer.step(after, X)[0]), traced)
 
 
+@pytest.mark.parametrize("read", [lambda s: s.step, lambda s: jax.tree.leaves(s.ensemble)[0].sum().astype(int)])
+def test_a_state_of_a_trace_may_be_first_read_in_an_inner_one(create, plain, read):
+    trainer, (*_, state) = stepped(create, plain)
+
+    def steps(state, x):
+        state, _ = trainer.step(state, x)
+        total, _ = jax.lax.scan(lambda total, _: (total + read(state), None), 0, None, 3)
+        inner = jax.grad(jax.checkpoint(lambda x: x * read(state)))(1.0)
+        return total, inner, state.step + read(state), trainer.step(state, x)[0].step
+
+    with jax.checking_leaks():
+        total, inner, step, after = jax.jit(steps)(state, X)
+    expected = read(trainer.step(state, X)[0])
+    assert (int(total), int(inner), int(step), int(after)) == (3 * expected, expected, 3 + expected, 4)
+
+
+def test_a_state_that_another_thread_has_read(create, plain):
+    _, (*_, state) = stepped(create, plain)
+    expected = state.ensemble
+    # As a thread that did not find the attribute before the other one made it.
+    assert state.__getattr__("ensemble") is expected
+
+
 def test_what_is_written_into_a_state_that_was_read_counts(create, plain):
     trainer, (*_, state) = stepped(create, plain, optimizer=optax.sgd, hyperparams={"learning_rate": [0.1, 0.2, 0.3]})
     weights = jax.tree.leaves(state.ensemble.trainable)

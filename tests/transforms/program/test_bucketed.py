@@ -279,3 +279,11 @@ def test_a_model_after_an_array_is_split() -> None:
     fun = bucketed(lambda x, model, mask: (x * mask).sum() * model["scale"][...], axis=(0, None))
     assert float(fun(jnp.ones(3), {"scale": np.ones(2)})[0]) == 3
     assert float(fun(jnp.ones(3), {"scale": nnx.Param(jnp.full(2, 2.0))})[0]) == 6
+
+
+def test_different_lengths_are_refused_alike_in_the_first_call_and_later() -> None:
+    total = bucketed(lambda x, y, mask: x.sum() + y.sum(), sizes=[4])
+    for _ in range(2):
+        with pytest.raises(ValueError, match="size 5, but .* size 3"):
+            total(np.ones(5), np.ones(3))
+        assert float(total(np.ones(3), np.ones(3))) == 6
