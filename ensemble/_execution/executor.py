@@ -28,7 +28,7 @@ from .._step.member_step import MemberStep
 from .._step.packed import Packed, Packing, packed, unpacked
 from .._step.shared_step import SharedStep
 from .._step.state import Arrays, SharedState, Trained, TrainState
-from .forms import Padded, State, Unstacked, padded, put, stacked, take, unstacked, without_padding
+from .forms import Padded, State, Unstacked, arrays_of, padded, put, stacked, take, unstacked, without_padding
 
 
 class StepInputs(NamedTuple):
@@ -68,7 +68,7 @@ class StepInputs(NamedTuple):
     def is_traced(self) -> bool:
         """Return whether a step is part of a trace, so that nothing can be measured or compared."""
         # Inside a trace constants are traced too, even if the state and the batch are not.
-        leaves = jax.tree.leaves((self.state, self.arguments))
+        leaves = [*arrays_of(self.state), *jax.tree.leaves(self.arguments)]
         return any(isinstance(x, Tracer) for x in leaves) or isinstance(jnp.zeros(()), Tracer)
 
     @property
@@ -187,9 +187,10 @@ class Executor:
         train and those that do not, the step and the batch.
         """
         key = self._static(execution, inputs), donate, packing
-        if self._latest_program is None or key != self._latest_program[0]:
-            self._latest_program = key, self._program(*key)
-        return self._latest_program[1]
+        latest = self._latest_program  # another thread may replace it
+        if latest is None or key != latest[0]:
+            latest = self._latest_program = key, self._program(*key)
+        return latest[1]
 
     def _compiled(self, static: tuple[Any, ...], donate: bool, packing: Packing | None) -> Any:
         if packing is not None:
@@ -199,9 +200,10 @@ class Executor:
     def _static(self, execution: Execution, inputs: StepInputs) -> tuple[Any, ...]:
         """Return the static argument of the programs; the same object for equal steps in a row, which is quicker."""
         parts = inputs.state._structure, execution, inputs.size, inputs.steps, inputs.axes
-        if self._latest is None or parts != self._latest[0]:
-            self._latest = parts, (*parts[:4], HashablePytree.of(inputs.axes))
-        return self._latest[1]
+        latest = self._latest
+        if latest is None or parts != latest[0]:
+            latest = self._latest = parts, (*parts[:4], HashablePytree.of(inputs.axes))
+        return latest[1]
 
     def _arguments(self, layout: Layout | None, inputs: StepInputs) -> tuple[Any, ...]:
         """Return the arguments of a program of all members, with the arrays on the devices of a layout."""

@@ -77,7 +77,7 @@ def stacked(state: State) -> TrainState:
 def arrays_of(state: State) -> list[Any]:
     """Return the arrays that a state consists of; does not unpack it, which is a call of a program."""
     held = state._held if isinstance(state, TrainState) else None
-    return jax.tree.leaves(state) if held is None else held.arrays
+    return jax.tree.leaves(state) if held is None else [*held.arrays, *held.constant]
 
 
 def unstacked(state: State) -> Unstacked:

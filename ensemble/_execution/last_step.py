@@ -38,10 +38,11 @@ class LastStep:
 
     def again(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]] | None:
         """Take a step of the same kind; return the new state and the metrics, or None for a step of another kind."""
-        if state is self._after[0]():
-            integers = self._after[1]
-        elif state is self._before[0]():
-            integers = self._before[1]
+        (after, of_after), (before, of_before) = self._after, self._before  # once, since other threads replace them
+        if state is after():
+            integers = of_after
+        elif state is before():
+            integers = of_before
         else:
             return None
         arguments = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
@@ -50,10 +51,10 @@ class LastStep:
         packing, arrays, constant = held = state._pack(integers)
         if packing is not self._packing and packing != self._packing:
             return None  # the caller has put something else into the state
-        after, metrics = self._program(arrays, constant, arguments)
-        new: TrainState[Any] = TrainState._of_packed(held._replace(arrays=after))
-        if not isinstance(after[-1], Tracer):
-            self._before, self._after = (weakref.ref(state), arrays[-1]), (weakref.ref(new), after[-1])
+        results, metrics = self._program(arrays, constant, arguments)
+        new: TrainState[Any] = TrainState._of_packed(held._replace(arrays=results))
+        if not isinstance(results[-1], Tracer):
+            self._before, self._after = (weakref.ref(state), arrays[-1]), (weakref.ref(new), results[-1])
         return new, metrics
 
 

@@ -73,7 +73,7 @@ def unpacked(state: Packed) -> tuple[Any, MemberStatus, jax.Array, Any]:
 @jax.jit
 def _together(step: jax.Array, *of_members: jax.Array) -> jax.Array:
     # Not broadcast, since on a mesh with explicit axes all rows must be sharded like the arrays of the members.
-    return jnp.stack([0 * of_members[0] + step, *of_members])
+    return jnp.stack([0 * of_members[0] + step.astype(of_members[0].dtype), *of_members])
 
 
 @jax.jit

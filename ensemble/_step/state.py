@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic
@@ -52,6 +53,8 @@ class SharedState:
         return SharedState(replace(constant, trainable=trained[0]), trained[1])
 
 
+# Held while a state is unpacked, so that all threads get the same objects.
+_reading = threading.RLock()
 _FIELDS = ["ensemble", "opt_state", "step", "standing", "shared_opt_state"]
 
 
@@ -97,7 +100,8 @@ class TrainState(Generic[M]):
     def _of_packed(cls, packed: Packed) -> TrainState[M]:
         """Return a state whose attributes are made when one of them is first read, which a loop of steps never does.
 
-        In a trace they are made at once: if they were first read inside a loop, they would belong to the trace of that.
+        Where the integers are traced they are made at once: if they were first read inside a loop, they would belong to
+        the trace of that.
         """
         if isinstance(packed.arrays[-1], Tracer):
             return cls._of_unpacked(packed)
@@ -109,16 +113,18 @@ class TrainState(Generic[M]):
 
         def __getattr__(self, name: str) -> Any:
             """Return an attribute that a packed state does not have yet."""
-            held = self._held
-            if name in self.__dict__:  # another thread has made it in the meantime
-                return self.__dict__[name]
-            if held is None or name not in _FIELDS:
+            if name not in _FIELDS:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            with jax.ensure_compile_time_eval():  # the state may outlive the trace in which it is first read
-                made = TrainState._of_unpacked(held)
-            # No longer packed, since the caller may change what it reads: a dict of hyperparameters, for example.
-            self.__dict__.update(made.__dict__)
-            self.__dict__.pop("_packed", None)
+            with _reading:
+                held = self._held
+                if held is not None:  # else another thread has made it in the meantime
+                    with jax.ensure_compile_time_eval():  # it may outlive the trace in which it is first read
+                        made = TrainState._of_unpacked(held)
+                    # No longer packed, since the caller may change what it reads, such as a dict of hyperparameters.
+                    self.__dict__.update(made.__dict__)
+                    self.__dict__.pop("_packed", None)
+            if name not in self.__dict__:  # of an object that is being copied
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             return self.__dict__[name]
 
     @classmethod

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import threading
 import weakref
 
 import jax
@@ -131,6 +132,24 @@ def test_a_state_of_a_trace_may_be_first_read_in_an_inner_one(create, plain, rea
         total, inner, step, after = jax.jit(steps)(state, X)
     expected = read(trainer.step(state, X)[0])
     assert (int(total), int(inner), int(step), int(after)) == (3 * expected, expected, 3 + expected, 4)
+
+
+def test_threads_that_read_a_state_first_get_the_same_objects(create, plain):
+    trainer, (*_, state) = stepped(create, plain)
+    for _ in range(50):
+        state, _ = trainer.step(state, X)
+        start, found = threading.Barrier(2), []
+
+        def read(state=state, start=start, found=found):
+            start.wait()
+            found.append(state.opt_state)
+
+        threads = [threading.Thread(target=read) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found[0] is found[1]
 
 
 def test_a_state_that_another_thread_has_read(create, plain):
