@@ -61,11 +61,14 @@ def packed(
     return Packed(Packing(structure, of_changing, of_constant), [*arrays, integers], others)
 
 
-def unpacked(state: Packed) -> tuple[Any, MemberStatus, jax.Array, Any]:
-    """Return what a step changes, the status of the members, the number of steps, and what is constant."""
+def unpacked(state: Packed, *, shapes: bool = False) -> tuple[Any, MemberStatus, jax.Array, Any]:
+    """Return what a step changes, the status of the members, the number of steps, and what is constant.
+
+    With `shapes`, the integers are only shapes and dtypes, which takes no call of a program.
+    """
     packing, (*arrays, integers), others = state
     hyperparams, schedules, constant = jax.tree.unflatten(packing.constant, others)
-    step, last, stopped, restarts = _apart(integers)
+    step, last, stopped, restarts = jax.eval_shape(_apart, integers) if shapes else _apart(integers)
     standing = MemberStatus(last, stopped, restarts, hyperparams, schedules)
     return jax.tree.unflatten(packing.changing, arrays), standing, step, constant
 

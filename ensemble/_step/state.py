@@ -156,10 +156,18 @@ class TrainState(Generic[M]):
 
     def _member(self) -> Arrays:
         """Return the shapes and dtypes of one member's arrays."""
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self._arrays())
+        if (held := self._held) is None:
+            arrays = self._arrays()
+        else:
+            (*own, _), standing, _, _ = unpacked(held, shapes=True)
+            arrays = (*own, standing)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), arrays)
 
     @property
     def _shared(self) -> SharedState | None:
+        if (held := self._held) is not None:
+            (*_, trained), _, _, constant = unpacked(held, shapes=True)
+            return None if constant is None else SharedState.of(trained, constant)
         shared = self.ensemble.shared
         return None if shared is None else SharedState(shared, self.shared_opt_state)
 

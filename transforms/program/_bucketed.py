@@ -48,7 +48,7 @@ def bucketed(
 
     Cost:
       The cost of the next size: with "pow2" less than twice the work if the work is linear in the length. NumPy pads
-      arrays and slices outputs: some µs a call, and on an accelerator each call copies them to the host, unless they are
+      arrays and slices outputs: some µs a call. On an accelerator each call copies them to the host, unless they are
       already there.
 
     Examples:

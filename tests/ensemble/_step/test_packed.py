@@ -104,6 +104,21 @@ def test_the_size_and_the_structure_are_known_without_unpacking(create, plain):
     assert is_packed(state)
 
 
+@pytest.mark.parametrize("options", [{"strategy": "unroll"}, {"strategy": "vmap", "memory_budget": "1GiB"}], ids=str)
+def test_steps_of_a_run_unpack_nothing(create, plain, options, monkeypatch):
+    trainer = Trainer(mse, optax.adam(0.1), **options)
+    state = trainer.init(create(plain, 3))
+    trainer.fit(state, [X] * 3, progress=False)
+    whole, counts = TrainState._of_unpacked, []
+    for steps in (2, 7):
+        unpacked = []
+        with monkeypatch.context() as patch:
+            patch.setattr(TrainState, "_of_unpacked", lambda x, u=unpacked: (u.append(x), whole(x))[1])
+            trainer.fit(state, [X] * steps, progress=False)
+        counts.append(len(unpacked))
+    assert counts[0] == counts[1] > 0  # at the end alone
+
+
 def test_a_state_that_is_first_read_in_a_trace_keeps_no_tracer(create, plain, assert_same):
     trainer, (*_, state) = stepped(create, plain)
     with jax.checking_leaks():
