@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import threading
 import weakref
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -111,7 +112,7 @@ def test_steps_of_a_run_unpack_nothing(create, plain, options, monkeypatch):
     trainer.fit(state, [X] * 3, progress=False)
     whole, counts = TrainState._of_unpacked, []
     for steps in (2, 7):
-        unpacked = []
+        unpacked: list[Any] = []
         with monkeypatch.context() as patch:
             patch.setattr(TrainState, "_of_unpacked", lambda x, u=unpacked: (u.append(x), whole(x))[1])
             trainer.fit(state, [X] * steps, progress=False)
@@ -153,7 +154,8 @@ def test_threads_that_read_a_state_first_get_the_same_objects(create, plain):
     trainer, (*_, state) = stepped(create, plain)
     for _ in range(50):
         state, _ = trainer.step(state, X)
-        start, found = threading.Barrier(2), []
+        start = threading.Barrier(2)
+        found: list[Any] = []
 
         def read(state=state, start=start, found=found):
             start.wait()
