@@ -116,19 +116,7 @@ class Executor:
         structure, size = inputs.state._structure, inputs.size
         layout = self._layout_of(execution)
         after: State
-        if execution.strategy != "loop" and layout is None:
-            given = stacked(inputs.state)._pack()
-            program = self.program(execution, inputs, donate, given.packing)
-            arrays, metrics = program(given.arrays, given.constant, inputs.arguments)
-            after = TrainState._of_packed(given._replace(arrays=arrays))
-        elif execution.strategy != "loop":
-            with within(layout):
-                program, arguments = self.program(execution, inputs, donate), self._arguments(layout, inputs)
-                arrays, trained, step, metrics = program(*arguments)
-            shared = None if arguments[2] is None else SharedState.of(trained, arguments[2])
-            after = Padded(structure, size, arrays, step, shared)
-            metrics = without_padding(metrics, size)
-        else:
+        if execution.strategy == "loop":
             static, last = self._static(execution, inputs), self._last_of_member(inputs)
             of_members, shared = [], inputs.state._shared
             # The index is an array, so that one program serves all members.
@@ -150,6 +138,18 @@ class Executor:
                 if donate
                 else TrainState._of_arrays(structure, new, step, shared)
             )
+        elif layout is None:
+            given = stacked(inputs.state)._pack()
+            program = self.program(execution, inputs, donate, given.packing)
+            arrays, metrics = program(given.arrays, given.constant, inputs.arguments)
+            after = TrainState._of_packed(given._replace(arrays=arrays))
+        else:
+            with within(layout):
+                program, arguments = self.program(execution, inputs, donate), self._arguments(layout, inputs)
+                arrays, trained, step, metrics = program(*arguments)
+            shared = None if arguments[2] is None else SharedState.of(trained, arguments[2])
+            after = Padded(structure, size, arrays, step, shared)
+            metrics = without_padding(metrics, size)
         return after if donate else stacked(after), metrics
 
     def temporaries(self, inputs: StepInputs, donate: bool, execution: Execution) -> int:
@@ -205,9 +205,8 @@ class Executor:
             latest = self._latest = parts, (*parts[:4], HashablePytree.of(inputs.axes))
         return latest[1]
 
-    def _arguments(self, layout: Layout | None, inputs: StepInputs) -> tuple[Any, ...]:
+    def _arguments(self, layout: Layout, inputs: StepInputs) -> tuple[Any, ...]:
         """Return the arguments of a program of all members, with the arrays on the devices of a layout."""
-        assert layout is not None
         state = padded(inputs.state, layout)
         placed = layout.place_batch(inputs.arguments, inputs.axes, inputs.size, stacked=inputs.steps is not None)
         return state.arrays, *_in_parts(state._shared), state.step, placed
