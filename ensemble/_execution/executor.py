@@ -264,6 +264,7 @@ class Executor:
         if not in_place:
             del metrics["stopped"]  # for `fit`; users read `state.standing`
         after = packed(packing.structure, (*own, trained), standing, step, shared)
+        assert after.packing == packing
         return after.arrays, metrics
 
     def _one_step_of_all(

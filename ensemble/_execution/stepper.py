@@ -179,7 +179,7 @@ class Stepper:
         if not alone or donate or not isinstance(before := inputs.state, TrainState):
             return
         assert isinstance(after, TrainState)
-        if (held := after._held) is not None:  # not in a trace
+        if (held := after._held) is not None:  # not made at once
             program = self.executor.program(execution, inputs, donate, held.packing)
             self.last = LastStep(program, before, after, inputs.arguments)
 

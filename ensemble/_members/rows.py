@@ -9,8 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from ...transforms._core.arguments import describe
 from ...transforms._core.compat import Tracer
@@ -85,14 +83,10 @@ def put(rows: Any, places: np.ndarray, new: Any) -> Any:
 
 
 def match_sharding(rows: Any, others: Any) -> Any:
-    """Return the rows on the devices of `others`."""
+    """Return the rows on the devices of `others`, a tree of the same structure."""
     layout = Layout.around(others) or Layout.home(others)
     if layout is None or ENSEMBLE not in layout.mesh.axis_names:
-        sharding = jax.tree.leaves(others)[0].sharding
-        if isinstance(sharding, NamedSharding):  # placed by hand; where axes are explicit, it names all of this array's
-            spec = sharding.spec[: min((x.ndim for x in jax.tree.leaves(rows)), default=0)]
-            sharding = NamedSharding(sharding.mesh, P(*spec), memory_kind=sharding.memory_kind)
-        return move(rows, sharding)
+        return jax.tree.map(lambda x, y: move(x, y.sharding), rows, others)
     return layout.place(rows)
 
 

@@ -68,7 +68,7 @@ def unpacked(state: Packed, *, shapes: bool = False) -> tuple[Any, MemberStatus,
     """
     packing, (*arrays, integers), others = state
     hyperparams, schedules, constant = jax.tree.unflatten(packing.constant, others)
-    step, last, stopped, restarts = jax.eval_shape(_apart, integers) if shapes else _apart(integers)
+    step, last, stopped, restarts = _shapes_apart(integers) if shapes else _apart(integers)
     standing = MemberStatus(last, stopped, restarts, hyperparams, schedules)
     return jax.tree.unflatten(packing.changing, arrays), standing, step, constant
 
@@ -76,10 +76,16 @@ def unpacked(state: Packed, *, shapes: bool = False) -> tuple[Any, MemberStatus,
 @jax.jit
 def _together(step: jax.Array, *of_members: jax.Array) -> jax.Array:
     # Not broadcast, since on a mesh with explicit axes all rows must be sharded like the arrays of the members.
-    return jnp.stack([0 * of_members[0] + step.astype(of_members[0].dtype), *of_members])
+    dtype = of_members[0].dtype
+    return jnp.stack([0 * of_members[0] + step.astype(dtype), *(x.astype(dtype) for x in of_members)])
 
 
 @jax.jit
 def _apart(integers: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     # The steps of all members are equal; on such a mesh no single one of them can be taken.
     return integers[0].max(), integers[1], integers[2], integers[3]
+
+
+def _shapes_apart(integers: jax.Array) -> tuple[Any, Any, Any, Any]:
+    of_members = jax.ShapeDtypeStruct(integers.shape[1:], integers.dtype)
+    return jax.ShapeDtypeStruct((), integers.dtype), of_members, of_members, of_members

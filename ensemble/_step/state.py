@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jax
 
-from ...transforms._core.compat import Tracer
+from ...transforms._core.compat import Tracer, eval_context
 from ...transforms._models.split_model import M, Structure
 from .._members.ensemble import Ensemble
 from .._members.shared import SharedArrays
@@ -53,8 +55,9 @@ class SharedState:
         return SharedState(replace(constant, trainable=trained[0]), trained[1])
 
 
-# Held while a state is unpacked, so that all threads get the same objects.
-_reading = threading.RLock()
+T = TypeVar("T")
+# Held while a state gets its attributes, so that all threads read the same objects.
+_reading = threading.Lock()
 _FIELDS = ["ensemble", "opt_state", "step", "standing", "shared_opt_state"]
 
 
@@ -97,41 +100,43 @@ class TrainState(Generic[M]):
         return cls(ensemble, opt_state, step, standing, shared.opt_state)
 
     @classmethod
-    def _of_packed(cls, packed: Packed) -> TrainState[M]:
+    def _of_packed(cls, held: Packed) -> TrainState[M]:
         """Return a state whose attributes are made when one of them is first read, which a loop of steps never does.
 
-        Where the integers are traced they are made at once: if they were first read inside a loop, they would belong to
-        the trace of that.
+        They are made at once where the integers are traced, since inside a loop they would belong to the trace of that,
+        and where other processes hold a part, since a single process may read them.
         """
-        if isinstance(packed.arrays[-1], Tracer):
-            return cls._of_unpacked(packed)
+        integers = held.arrays[-1]
+        if isinstance(integers, Tracer) or not integers.is_fully_addressable:
+            return cls._of_unpacked(held)
         state = object.__new__(cls)
-        state.__dict__["_packed"] = packed
+        state.__dict__["_packed"] = held
         return state
 
     if not TYPE_CHECKING:  # which knows the attributes, and would take any other for one of them
 
         def __getattr__(self, name: str) -> Any:
             """Return an attribute that a packed state does not have yet."""
-            if name not in _FIELDS:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            with _reading:
-                held = self._held
-                if held is not None:  # else another thread has made it in the meantime
-                    with jax.ensure_compile_time_eval():  # it may outlive the trace in which it is first read
-                        made = TrainState._of_unpacked(held)
-                    # No longer packed, since the caller may change what it reads, such as a dict of hyperparameters.
-                    self.__dict__.update(made.__dict__)
-                    self.__dict__.pop("_packed", None)
-            if name not in self.__dict__:  # of an object that is being copied
+            held = self._held if name in _FIELDS else None
+            if held is not None:  # else another thread has made them in the meantime
+                made = _outside(partial(TrainState._of_unpacked, held))
+                with _reading:
+                    if self._held is held:
+                        # No longer packed, since the caller may change what it reads, such as a dict of hyperparameters.
+                        object.__setattr__(self, "__dict__", made.__dict__)
+            if name not in self.__dict__:  # also of an object that is being copied
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             return self.__dict__[name]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes, for copies and pickles."""
+        return {name: getattr(self, name) for name in _FIELDS}
+
     @classmethod
-    def _of_unpacked(cls, packed: Packed) -> TrainState[M]:
-        (*arrays, trained), standing, step, constant = unpacked(packed)
+    def _of_unpacked(cls, held: Packed) -> TrainState[M]:
+        (*arrays, trained), standing, step, constant = unpacked(held)
         shared = None if constant is None else SharedState.of(trained, constant)
-        return cls._of_arrays(packed.packing.structure, (*arrays, standing), step, shared)
+        return cls._of_arrays(held.packing.structure, (*arrays, standing), step, shared)
 
     @property
     def _held(self) -> Packed | None:
@@ -185,6 +190,15 @@ class TrainState(Generic[M]):
 
 # The class has the default as an attribute, which would hide that a packed state does not have its own yet.
 del TrainState.shared_opt_state
+
+
+def _outside(make: Callable[[], T]) -> T:
+    """Return what a function returns outside of the traces and the mesh in which this is called."""
+    if jax.sharding.get_abstract_mesh().empty:
+        with eval_context():
+            return make()
+    with ThreadPoolExecutor(1) as other:  # a mesh in context belongs to a thread
+        return other.submit(make).result()
 
 
 def check_state(api: str, state: Any) -> None:

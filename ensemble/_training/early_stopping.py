@@ -181,7 +181,7 @@ class Watch:
         if self.early is not None:
             in_the_run = np.isin(np.arange(self.size), self.active)
             parts["watch"] = {"values": self.values, "waits": self.waits, "in_the_run": in_the_run}
-            parts["best"] = self._of_all(state._arrays()[:2], match_sharding(self.best, state._arrays()))
+            parts["best"] = self._of_all(state._arrays()[:2], match_sharding(self.best, state._arrays()[:2]))
         if self.restarts is not None and (self.stale or step % self.restarts.every):  # else it equals the state
             parts["snapshot"] = self._of_all(state._arrays(), match_sharding(self.snapshot, state._arrays()))
         return parts
@@ -197,7 +197,10 @@ class Watch:
         if early is not None or restarts is not None:
             # Steps may have moved the members to other devices.
             state = stacked(state)
-            self.best, self.snapshot = match_sharding((self.best, self.snapshot), state._arrays())
+            if self.best is not None:
+                self.best = match_sharding(self.best, state._arrays()[:2])
+            if self.snapshot is not None:
+                self.snapshot = match_sharding(self.snapshot, state._arrays())
             if restarts is not None:
                 state = self._put_back(restarts, step, state)
         if self.validation is not None and self.validation.due(step):

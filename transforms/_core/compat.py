@@ -134,7 +134,7 @@ def devices_of(compiled: Any) -> list[Any]:
 
 
 def lowered_for(lowered: Any) -> list[Any]:
-    """Return the devices of a lowered program, in the program's order; its text does not contain them."""
+    """Return the devices of a lowered program, in the program's order; its code does not contain them."""
     found = getattr(lowered._lowering, "_device_list", None)  # private to JAX, but saves a compilation
     return devices_of(lowered.compile()) if found is None else list(found)
 

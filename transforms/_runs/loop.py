@@ -162,7 +162,8 @@ def run(
                 settle(_AHEAD)
                 before, now = now, time.monotonic()
                 if group.is_alone:  # several processes dispatch equally many, also before an error in `record`
-                    ahead = _AHEAD + min(_TOGETHER, int(_SECONDS * calls / max(now - before, 1e-9)))
+                    # At most twice as many as just now: steps that are done while `record` is slow look short.
+                    ahead = _AHEAD + min(2 * calls, _TOGETHER, int(_SECONDS * calls / max(now - before, 1e-9)))
             if at_once(step, metrics):
                 settle(0)
             if save is not None and checkpoint_every is not None and step % checkpoint_every == 0:

@@ -11,6 +11,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -480,6 +481,55 @@ def sharded_by_hand() -> None:
             assert x.sharding.is_equivalent_to(placing(x), x.ndim), x.sharding
 
 
+def split_by_hand() -> None:
+    """Early stopping and restarts keep each array where it was placed, kernels split along an axis of their own too."""
+    stop = EarlyStopping(evaluate=vmap(lambda model: square(model, ROWS, TARGETS)), every=1, patience=2)
+    batch = ROWS, TARGETS
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((2, 2), ("m", "tp"), axis_types=(kind, kind))
+
+        def placing(x: jax.Array, mesh: Any = mesh) -> NamedSharding:
+            axes = ("m", None, "tp") if x.ndim == 3 and x.shape[2] % 2 == 0 else ("m",)
+            return NamedSharding(mesh, P(*axes) if x.ndim else P())
+
+        trainer = Trainer(square, optax.adam(0.3), strategy="vmap")
+        state = trainer.init(Ensemble.create(lambda rngs: nnx.Linear(3, 2, rngs=rngs), 4, seed=0))
+        there = jax.tree.map(lambda x, placing=placing: jax.device_put(x, placing(x)), state)
+        for options in ({"early_stopping": stop}, {"restarts": Restarts(every=2)}):
+            here, found = (trainer.fit(x, [batch] * 6, progress=False, **options)[0] for x in (state, there))
+            assert_close(found.ensemble, here.ensemble, 1e-5)
+
+
+def read_elsewhere() -> None:
+    """What a step returned can be first read where other devices are in context, and stays where it was computed."""
+    trainer = Trainer(square, optax.adam(0.1), strategy="vmap")
+    first = trainer.init(created(MLP, 4))
+    mesh = jax.make_mesh((8,), ("m",))
+    for device in (None, jax.devices()[0], jax.devices()[1]):
+        batch = jax.device_put((ROWS, TARGETS), device)
+        given = first if device is None else jax.device_put(first, device)
+        expected = int(trainer.step(given, batch)[0].step), given.step.sharding
+        for reads in ("mesh", "shards", "other device"):
+            state, _ = trainer.step(given, batch)
+            if reads == "mesh":
+                with jax.set_mesh(mesh):
+                    found = state.step
+            elif reads == "shards":
+                of_shards = jax.shard_map(lambda x: x * state.step, mesh=mesh, in_specs=P("m"), out_specs=P("m"))
+                if device is None:
+                    of_shards(jnp.arange(8.0))
+                found = state.step
+            else:
+                with jax.default_device(jax.devices()[2]):
+                    found = state.step
+            assert not isinstance(found, jax.core.Tracer)
+            assert (int(found), found.committed) == (expected[0], device is not None)
+            if reads != "other device" or device is not None:
+                assert found.sharding == expected[1], (reads, found.sharding)
+            again, _ = trainer.step(replace(state), batch)
+            assert int(again.step) == 2
+
+
 def files() -> None:
     """A run over four devices resumes over two and on one with the same results."""
     batches = [(IMAGES + i, LABELS) for i in range(4)]
@@ -585,6 +635,8 @@ WAYS = (
     refusals,
     other_meshes,
     sharded_by_hand,
+    split_by_hand,
+    read_elsewhere,
     files,
     chosen,
 )

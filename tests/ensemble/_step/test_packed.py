@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import pickle
 import threading
 import weakref
 from typing import Any
@@ -90,10 +91,15 @@ def test_other_attributes_are_missing_as_of_any_object(create, plain):
         state.step = 3
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: jax.tree.map(jnp.copy, x)])
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, lambda x: jax.tree.map(jnp.copy, x), lambda x: pickle.loads(pickle.dumps(x))],
+    ids=["copy", "deepcopy", "map", "pickle"],
+)
 def test_copies_of_a_packed_state(create, plain, assert_same, copied):
     trainer, (*_, state) = stepped(create, plain)
     other = copied(state)
+    assert not is_packed(other)  # private classes do not get into files
     assert_same(trainer.step(other, X), trainer.step(state, X))
     assert_same(jax.tree.leaves(other), jax.tree.leaves(state))
 
@@ -228,9 +234,10 @@ def test_a_member_that_stops_is_seen_in_a_packed_state(create, plain):
     assert int(state.step) == 3
 
 
+@pytest.mark.parametrize("nonfinite", ["freeze", "ignore"])
 @pytest.mark.parametrize("by", [jax.jit, jax.vmap, jax.checkpoint])
-def test_a_state_passes_through_transforms(create, plain, assert_same, by):
-    trainer, (*_, state) = stepped(create, plain)
+def test_a_state_passes_through_transforms(create, plain, assert_same, by, nonfinite):
+    trainer, (*_, state) = stepped(create, plain, nonfinite=nonfinite)
     given = jax.tree.map(lambda x: x[None], state) if by is jax.vmap else state
     x = X[None] if by is jax.vmap else X
     found = by(lambda state, x: trainer.step(trainer.step(state, x)[0], x)[0])(given, x)
@@ -238,3 +245,28 @@ def test_a_state_passes_through_transforms(create, plain, assert_same, by):
     expected = trainer.step(trainer.step(state, X)[0], X)[0]
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("nonfinite", ["freeze", "ignore"])
+def test_a_step_is_differentiated(create, plain, nonfinite):
+    trainer, (*_, state) = stepped(create, plain, nonfinite=nonfinite)
+
+    def after(scale, step):
+        for _ in range(2):
+            state_after, metrics = step(state, scale * X)
+        return metrics["loss"].sum() + jax.tree.leaves(state_after.ensemble.trainable)[0].sum()
+
+    eager = jax.grad(after)(1.5, trainer.step)
+    jitted = jax.jit(jax.grad(after), static_argnums=1)(1.5, trainer.step)
+    h = 1e-2
+    by_difference = (after(1.5 + h, trainer.step) - after(1.5 - h, trainer.step)) / (2 * h)
+    np.testing.assert_allclose(eager, jitted, rtol=1e-4)
+    np.testing.assert_allclose(eager, by_difference, rtol=0.05)
+    assert int(trainer.step(state, X)[0].step) == 3
+
+
+def test_integers_keep_the_dtype_of_the_members(create, plain):
+    trainer, (*_, state) = stepped(create, plain)
+    given = dataclasses.replace(state, standing=state.standing._replace(stopped=jnp.zeros(3)))
+    after, _ = trainer.step(given, X)
+    assert {x.dtype for x in (after.step, after.standing.step, after.standing.restarts)} == {jnp.dtype("int32")}

@@ -1,6 +1,7 @@
 """Callbacks of `Trainer.fit`, and the state that they can ask for."""
 
 import functools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -180,6 +181,31 @@ class Test_the_state:
         assert ahead.index(("record", 1)) > ahead.index(("batch", 3))
         exact = order(lambda events, step, metrics, state: events.append(("record", step)))
         assert exact == [(what, i) for i in range(1, 6) for what in ("batch", "record")]
+
+    def test_few_steps_are_queued_after_a_slow_callback(self, ens, cross_entropy, make_batches):
+        """Steps that were done while a callback was slow do not count as quick ones."""
+        queued, most = 0, 0
+
+        def source():
+            nonlocal queued, most
+            for batch in make_batches(1) * 60:
+                queued += 1
+                most = max(most, queued)
+                yield batch
+
+        def recorded(step, metrics):
+            nonlocal queued
+            queued -= 1
+            if step % 20 == 1:
+                time.sleep(0.5)
+
+        def slow(model, x, y):
+            big = jnp.full((1000, 1000), x.mean())
+            return cross_entropy(model, x, y) + 0 * (jnp.tanh(big @ big) @ big).sum()
+
+        trainer = trainer_of(slow)
+        trainer.fit(trainer.init(ens), source(), progress=False, callbacks=[recorded])
+        assert most <= 12
 
 
 def test_a_callback_takes_the_state_by_the_name_of_its_parameter():

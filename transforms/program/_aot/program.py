@@ -135,7 +135,7 @@ def prepare(call: CallSignature, directory: Path, known: Collection[AotProgram])
     """
     others = [x.call.structure for x in known if x.call.structure != call.structure]
     if described(call.structure) in map(described, others):
-        # The file name does not distinguish these static parts of arguments; without a key, the program's text does.
+        # The file name does not distinguish these static parts of arguments; without a key, the program's code does.
         call = replace(call, key=None)
     lower = functools.cache(call.lower)
     identity = call.identity(lower)
