@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from ...transforms._core.arguments import describe
 from ...transforms._core.compat import Tracer
@@ -86,8 +88,17 @@ def match_sharding(rows: Any, others: Any) -> Any:
     """Return the rows on the devices of `others`, a tree of the same structure."""
     layout = Layout.around(others) or Layout.home(others)
     if layout is None or ENSEMBLE not in layout.mesh.axis_names:
-        return jax.tree.map(lambda x, y: move(x, y.sharding), rows, others)
+        return jax.tree.map(lambda x, y: move(x, _placing(len(x), y)), rows, others)
     return layout.place(rows)
+
+
+def _placing(size: int, like: jax.Array) -> Any:
+    """Return where to place `size` rows, given an array of any number of rows that the user has placed."""
+    sharding = like.sharding
+    if size == len(like) or not isinstance(sharding, NamedSharding):
+        return sharding
+    # The number need not be a multiple of that of the devices.
+    return NamedSharding(sharding.mesh, P(None, *sharding.spec[1:]), memory_kind=sharding.memory_kind)
 
 
 @jax.jit

@@ -122,7 +122,7 @@ class TrainState(Generic[M]):
                 made = _outside(partial(TrainState._of_unpacked, held))
                 with _reading:
                     if self._held is held:
-                        # No longer packed, since the caller may change what it reads, such as a dict of hyperparameters.
+                        # No longer packed, since the caller may change what it reads, such as hyperparameters.
                         object.__setattr__(self, "__dict__", made.__dict__)
             if name not in self.__dict__:  # also of an object that is being copied
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
