@@ -34,6 +34,10 @@ class Timed:
             yield self.batch
 
 
+def waiting(step: int, metrics: Any, state: Any) -> None:
+    """Do nothing; since this may ask for the state, `fit` waits for each step before it requests the next batch."""
+
+
 def example(kind: type, batch: int) -> tuple[jax.Array, jax.Array]:
     """Return a batch for a kind of model."""
     generator = np.random.default_rng(0)
@@ -63,7 +67,7 @@ def leaving(kind: type, size: int, every: int, batch: int, strategy: str) -> Tab
     for way, stopping in ways.items():
         timed = Timed(given)
         state = trainer.init(Ensemble.create(kind, size, seed=0))
-        trainer.fit(state, timed, steps=steps, progress=False, early_stopping=stopping)
+        trainer.fit(state, timed, steps=steps, progress=False, early_stopping=stopping, callbacks=[waiting])
         gaps = np.diff(timed.asked)
         # Use the second half of each stretch, since programs are compiled in the first.
         for k in range(len(counts)):
@@ -72,7 +76,7 @@ def leaving(kind: type, size: int, every: int, batch: int, strategy: str) -> Tab
     for k, count in enumerate(counts):
         timed = Timed(given)
         state = trainer.init(Ensemble.create(kind, count, seed=0))
-        trainer.fit(state, timed, steps=2 * every, progress=False)
+        trainer.fit(state, timed, steps=2 * every, progress=False, callbacks=[waiting])
         alone[k] = spread(np.diff(timed.asked)[every:] * 1e3)
     rows = [
         {

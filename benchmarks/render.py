@@ -276,8 +276,8 @@ def draw_jacobian(tables: dict[str, Any], plt: Any) -> Any:
 def draw_sparse(tables: dict[str, Any], plt: Any) -> Any:
     """Draw the time of the others relative to ours, by problem."""
     rows = rows_of(tables, "Sparse Jacobians")
-    figure, axis = plt.subplots(figsize=(9, 4.2), layout="constrained")
-    marks = {"dense": (GRAY, "s", -0.22), "sparsejac": (ORANGE, "^", 0.0), "asdex": (RED, "o", 0.22)}
+    figure, axis = plt.subplots(figsize=(9, 5), layout="constrained")
+    marks = {"dense": (GRAY, "s", -0.3), "sparsejac": (ORANGE, "^", 0.0), "asdex": (RED, "o", 0.3)}
     for name, (color, mark, lift) in marks.items():
         for place, row in enumerate(rows):
             cell = row.get(f"{name} / ours")
@@ -288,7 +288,7 @@ def draw_sparse(tables: dict[str, Any], plt: Any) -> Any:
                 axis.plot(cell["median"], place + lift, mark, color=color, label=label if place == 0 else None)
                 words = number(cell["median"]) if cell["median"] > 1.5 else ""  # no room for labels close to 1
                 offset = {"xytext": (6, 0), "textcoords": "offset points"}
-                axis.annotate(words, (ends[1], place + lift), **offset, va="center", color=color)
+                axis.annotate(words, (ends[1], place + lift), **offset, va="center", color=color, fontsize=8)
     axis.axvline(1, color=BLUE, linewidth=1.5)
     axis.annotate("Plurax", (1, -0.75), xytext=(-4, 0), textcoords="offset points", color=BLUE, ha="right", va="center")
     axis.set_yticks(range(len(rows)), [row["problem"] for row in rows])
