@@ -287,6 +287,16 @@ def run(root: Path) -> dict[str, Any]:
                 np.testing.assert_array_equal(mine, theirs)
 
     @check
+    def one_process_reads_a_state() -> None:
+        """Reading an attribute takes no program of all processes, also without a mesh of the trainer."""
+        trainer = Trainer(loss, optax.adam(0.1), strategy="vmap")
+        state = jax.jit(lambda x: x)(trainer.init(members(4, flat)))
+        for i in range(2):
+            state, _ = trainer.step(state, BATCHES[i])
+            if jax.process_index() == 0:
+                assert int(state.step) == i + 1
+
+    @check
     def own_files() -> None:
         """A process saves and loads its local arrays alone."""
         mine = jax.tree.map(lambda x: x + jax.process_index(), members(2).trainable)
@@ -348,6 +358,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "a_disk_fails_in_one_process",
         "an_error_leaves_the_checkpoint_before_it",
         "splits_each_member",
+        "one_process_reads_a_state",
         "own_files",
     ],
 )
