@@ -119,7 +119,7 @@ class TrainState(Generic[M]):
             """Return an attribute that a packed state does not have yet."""
             held = self._held if name in _FIELDS else None
             if held is not None:  # else another thread has made them in the meantime
-                made = _outside(partial(TrainState._of_unpacked, held))
+                made = _without_context(partial(TrainState._of_unpacked, held))
                 with _reading:
                     if self._held is held:
                         # No longer packed, since the caller may change what it reads, such as hyperparameters.
@@ -192,7 +192,7 @@ class TrainState(Generic[M]):
 del TrainState.shared_opt_state
 
 
-def _outside(make: Callable[[], T]) -> T:
+def _without_context(make: Callable[[], T]) -> T:
     """Return what a function returns outside of the traces and the mesh in which this is called."""
     if jax.sharding.get_abstract_mesh().empty:
         with eval_context():
