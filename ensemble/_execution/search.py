@@ -304,11 +304,13 @@ class Search:
     def _settle(self, candidate: Execution, note: str = "") -> None:
         """End the trial of a candidate."""
         times, rival = self._times.get(candidate, []), _typical(self._times[self.best])
-        here = self._found.get(self.best, CandidateExecution(self.best, compile_s=self._compile_s))
-        self._found[self.best] = replace(here, ms=rival * 1e3)
-        ms = _typical(times) * 1e3 if times else None
+        mine = self._found.get(self.best, CandidateExecution(self.best, compile_s=self._compile_s))
+        # The machine may be slower in one trial than in another, so only times of one trial are compared.
+        best = rival * 1e3 if mine.ms is None else mine.ms
+        ms = _typical(times) / rival * best if times else None
+        self._found[self.best] = replace(mine, ms=best)
         self._found[candidate] = replace(self._found[candidate], ms=ms, note=note)
-        if not note and ms is not None and ms < (1 - _GAIN) * rival * 1e3:
+        if not note and ms is not None and ms < (1 - _GAIN) * best:
             self.best = candidate
         self._blocks, self._begun, self._changed = [], 0.0, True
         self._add_smaller_chunk(candidate, ms)

@@ -158,6 +158,15 @@ def test_a_gain_within_the_noise_changes_nothing(monkeypatch) -> None:
     assert run.search.best == VMAP
 
 
+def test_a_machine_that_becomes_slower_between_trials_changes_no_ranking(monkeypatch) -> None:
+    times = {VMAP: 0.01, LOOP: 0.0105, MAP: 0.008, UNROLL: 0.0082}
+    run = Run(monkeypatch, lambda one: times[one] * (1 + len(run.remembered)))
+    run.take(100_000)
+    found = {one.execution: one.ms for one in run.search.known.candidates}
+    assert run.search.best == MAP
+    assert found == pytest.approx({one: 1e3 * seconds for one, seconds in times.items()})
+
+
 def test_what_was_not_compared_is_not_called_chosen(monkeypatch) -> None:
     run = Run(monkeypatch, lambda _: 0.01).take(300, known=True)
     assert set(run.used) == {VMAP}
