@@ -36,8 +36,8 @@ class CandidateExecution:
 
     Attributes:
       execution: how the members are executed.
-      ms: the lower quartile of the times of a step, in milliseconds, relative to that of the best execution in the same
-        trial; None if it was not measured.
+      ms: the lower quartile of the times of a step in milliseconds, as it would have been in the first trial: the `ms`
+        of the best execution, times the ratio of the two in the same trial. None if it was not measured.
       temporaries: bytes of the compiled program besides its arguments and results; for "loop", those of one member.
         None if they are not known.
       compile_s: seconds for tracing and compiling. For the first program, with the first step.
