@@ -7,7 +7,7 @@ python benchmarks/sparse.py --smoke    run small cases once; write nothing
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -15,7 +15,9 @@ import asdex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _matrices import generated, large
 from _measure import Report, Tables, arguments, claim, interleaved, peer, ratio
+from scipy import sparse as sp
 from scipy import stats
 from tqdm import tqdm
 
@@ -265,6 +267,58 @@ def coverage(size: int, repeats: int) -> Tables:
     return rows, []
 
 
+def products(matrix: Any, symmetric: bool) -> int:
+    """Return how many products a matrix with this pattern takes."""
+    size, x = matrix.shape[0], jnp.zeros(matrix.shape[1])
+    if symmetric:
+        choice = hessian(lambda x: jnp.sum(x) * 0.0, sparsity=matrix).explain(x)
+    else:
+        choice = jacobian(lambda x: jnp.zeros(size) * x[0], mode="forward", sparsity=matrix).explain(x)
+    return sum(choice.colors or matrix.shape[1:])
+
+
+def products_of_asdex(matrix: Any, symmetric: bool) -> int:
+    rows, cols = (x.astype(np.int32) for x in matrix.nonzero())
+    pattern = asdex.SparsityPattern.from_coo(rows, cols, matrix.shape)
+    return int((asdex.color_symmetric(pattern, postprocess=True) if symmetric else asdex.color_cols(pattern))[1])
+
+
+KINDS = {"columns": False, "symmetric": True}
+COUNTS = {"ours": products, "asdex": products_of_asdex}
+
+
+def patterns(matrices: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Yield each matrix and its symmetric form, with the name and the kind of the products."""
+    for name, matrix in matrices.items():
+        yield name, "columns", sp.csr_array(matrix)
+        if matrix.shape[0] == matrix.shape[1]:
+            yield name, "symmetric", sp.csr_array(matrix + matrix.T)
+
+
+def colors(matrices: dict[str, Any]) -> Tables:
+    """Count the products of ours and of asdex."""
+    rows = [
+        {"matrix": name, "products": kind, "entries": f"{pattern.nnz:,}"}
+        | {library: count(pattern, KINDS[kind]) for library, count in COUNTS.items()}
+        for name, kind, pattern in tqdm(list(patterns(matrices)))
+    ]
+    sums = {"matrix": "sum", "products": "", "entries": ""} | {name: sum(row[name] for row in rows) for name in COUNTS}
+    return [*rows, sums], []
+
+
+def coloring_times(matrices: dict[str, Any], rounds: int) -> Tables:
+    """Measure how long coloring takes."""
+    rows = []
+    for name, kind, pattern in tqdm(list(patterns(matrices))):
+        times = interleaved({x: partial(COUNTS[x], pattern, KINDS[kind]) for x in COUNTS}, rounds=rounds, seconds=0)
+        rows.append(
+            {"matrix": name, "products": kind, "entries": f"{pattern.nnz:,}"}
+            | {f"{x} (ms)": times[x]["ms"] for x in COUNTS}
+            | {f"products, {x}": COUNTS[x](pattern, KINDS[kind]) for x in COUNTS}
+        )
+    return rows, []
+
+
 def main() -> None:
     options = arguments(__doc__).parse_args()
     report, smoke = Report("sparse", options, "asdex", "sparsejac", "folx"), options.smoke
@@ -280,6 +334,8 @@ def main() -> None:
         {
             "Sparse Jacobians and Hessians": lambda: (measured()[0], measured()[2]),
             "Before the first result: preparation + compilation (s)": lambda: (measured()[1], []),
+            "Products for generated matrices": lambda: colors(dict(list(generated().items())[:: 6 if smoke else 1])),
+            "Coloring of a million entries": lambda: coloring_times(large(2000 if smoke else 10**6), 2 if smoke else 3),
             "The trace of a Hessian": lambda: traces(*((6, 2, 0.001) if smoke else (64, 31, 0.05))),
             "The Laplacian of a determinant": lambda: determinants(*((3, 2, 0.001) if smoke else (512, 31, 0.05))),
             "`hutchinson_trace`: coverage of its interval": lambda: coverage(*((5, 20) if smoke else (50, 4000))),

@@ -142,7 +142,6 @@ def test_the_listed_packages_are_the_folders_of_the_tree() -> None:
 
 LIBRARIES = {
     "privacy": ["jax_privacy", "dp_accounting"],
-    "sparse": ["asdex"],
     "curvature": ["matfree"],
     "export": ["flatbuffers"],
     "files": ["safetensors.numpy"],
@@ -174,9 +173,11 @@ def test_all_extras_are_tried() -> None:
 
 def test_faults_of_an_extra_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(try_release, "PRELUDE", "")
+    monkeypatch.setattr(try_release, "ALONE", {"count": "1 / 0", "stop": "pass"})
     monkeypatch.setattr(try_release, "USES", {"plot": {"draw": "1 / 0"}, "files": {"write": "pass"}})
     here = Path(sys.executable)
     assert faults(here, None) == [
+        "without an extra, count fails: ZeroDivisionError: division by zero",
         "without the extra plot, draw does not name it: ZeroDivisionError: division by zero",
         "without the extra files, write does not name it: ",
     ]

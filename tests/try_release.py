@@ -61,11 +61,6 @@ assert len(found) == 2""",
         "from plurax.ensemble.sklearn import EnsembleClassifier; "
         "EnsembleClassifier(members=2, hidden=(4,), epochs=1).fit([[0.0], [1.0]], [0, 1]).predict([[0.5]])",
     },
-    "sparse": {
-        "jacobian": "assert jacobian(jnp.sin, sparsity='auto')(jnp.ones(3)).nse == 3",
-        "jacobian of a given pattern": "assert jacobian(jnp.sin, sparsity=np.eye(3, dtype=bool))(jnp.ones(3)).nse == 3",
-        "hessian": "assert hessian(lambda x: (x**3).sum(), sparsity='auto')(jnp.ones(3)).nse == 3",
-    },
     "files": {
         "save_params": "save_params(folder + '/model', model)",
         "load_params": """
@@ -89,6 +84,12 @@ for by in (None, 'rate'):
         "TraceDiff.plot_durations": "trace_diff(jnp.sin, jnp.cos, jnp.ones(3), repeats=2).plot_durations()",
     },
     "tensorboard": {"TensorBoard": "TensorBoard(folder).close()"},
+}
+# Features that need no extra.
+ALONE = {
+    "sparse jacobian": "assert jacobian(jnp.sin, sparsity='auto')(jnp.ones(3)).nse == 3",
+    "jacobian of a pattern": "assert jacobian(jnp.sin, sparsity=np.eye(3, dtype=bool))(jnp.ones(3)).nse == 3",
+    "sparse hessian": "assert hessian(lambda x: (x**3).sum(), sparsity='auto')(jnp.ones(3)).nse == 3",
 }
 
 
@@ -116,7 +117,8 @@ def run(python: Path, codes: dict[str, str]) -> dict[str, str]:
 
 def faults(python: Path, installed: str | None) -> list[str]:
     """Return the failures in an environment with one extra, or with none."""
-    found = []
+    alone = {name: PRELUDE + code for name, code in ALONE.items()} if installed is None else {}
+    found = [f"without an extra, {name} fails: {said}" for name, said in run(python, alone).items() if said]
     for extra, uses in USES.items():
         if installed not in (None, extra):
             continue

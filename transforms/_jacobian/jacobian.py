@@ -205,7 +205,7 @@ def jacobian(
         are those that can be nonzero for some values of the differentiated arguments (the product of a known zero and
         an infinity counts as zero). Or a pattern that contains all of these entries: a `BCOO`, such as an earlier
         result, a SciPy sparse array or a boolean array, of shape (outputs, inputs) or, nested as the result, one for
-        each pair of arrays. Patterns are colored by `asdex` (extra `sparse`).
+        each pair of arrays.
       check: whether to compare a sparse result with the product of the Jacobian and a random vector, to about the
         square root of the dtype's precision.
       holomorphic: as for `jacrev`; not together with `sparsity`.
@@ -220,7 +220,6 @@ def jacobian(
       TypeError, ValueError: as for `jacfwd` and `jacrev`; `mode` is unknown; `sparsity` is given with `holomorphic` or
         `allow_int`; the pattern has a wrong type or shape; with `check`, the pattern lacks entries. Inside `jit` or
         `vmap` a callback raises the last error at run time.
-      ModuleNotFoundError: `sparsity` needs an extra: `pip install 'plurax[sparse]'`.
 
     Warns:
       UserWarning: as for `jacfwd`; a primitive has no rule for patterns (such as a callback into Python), so every

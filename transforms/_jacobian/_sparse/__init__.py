@@ -15,6 +15,7 @@ Input is a call and `sparsity=`; the result is an `Evaluator` that computes the 
 - `fallback_rules.py`: for operations without a rule, an equivalent program of other operations.
 - `control_flow.py`: branches; short loops iteration by iteration, longer loops by the sets of their bodies.
 - `coloring.py`: from the pattern to products in forward and reverse mode, each with a sum of many columns or rows.
+  `greedy.py` has the colorings of one matrix, of its columns or as a symmetric one.
 - `compressed.py`: the products, the entries read from them, and the test whether a dense Jacobian is cheaper.
 - `verify.py`: `check=True`, which compares the entries with the product of the Jacobian and a random vector.
 

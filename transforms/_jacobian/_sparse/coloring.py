@@ -7,14 +7,18 @@ mode the same holds for rows that share no column.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from .pattern import Pattern, asdex, pattern_at
+from .greedy import column_colors, star_colors
+from .pattern import Pattern, pattern_at
 
 # The cost of a product in reverse mode relative to one in forward mode: measurements gave 1 to 2.
 _REVERSE = 1.5
+
+# Iterations that look for fewer colors, and the number of entries from which on they would take too long.
+_ROUNDS, _MANY = 4, 250_000
 
 
 class Coloring(NamedTuple):
@@ -41,7 +45,7 @@ def cost(forward: int, reverse: int) -> float:
     return forward + _REVERSE * reverse
 
 
-def coloring_of(api: str, pattern: Pattern, modes: tuple[str, ...]) -> Coloring:
+def coloring_of(pattern: Pattern, modes: tuple[str, ...]) -> Coloring:
     """Return the cheapest coloring found, in the given modes ("forward", "reverse").
 
     With both modes, dense rows can be computed in reverse mode and the rest in forward mode, or dense columns in
@@ -51,39 +55,62 @@ def coloring_of(api: str, pattern: Pattern, modes: tuple[str, ...]) -> Coloring:
     for least, forward in sorted(_splits(pattern, modes), key=lambda split: split[0]):
         if best is not None and least >= cost(*best.counts):  # sorted by this bound: no later split can be cheaper
             break
-        columns, count = _colors(api, pattern.rows[forward], pattern.cols[forward], pattern.shape)
-        rows, number = _colors(api, pattern.cols[~forward], pattern.rows[~forward], pattern.shape[::-1])
-        if best is None or cost(count, number) < cost(*best.counts):
-            product = np.where(forward, columns[pattern.cols], rows[pattern.rows])
-            best = Coloring(columns, rows, (count, number), forward, product)
+        tried = _of_split(pattern, forward)
+        if best is None or cost(*tried.counts) < cost(*best.counts):
+            best = tried
     assert best is not None
-    return best
+    return best if len(pattern.rows) > _MANY else _of_split(pattern, best.by_row, rounds=_ROUNDS)
 
 
-def symmetric_coloring_of(api: str, pattern: Pattern, mode: str) -> Coloring:
+def _of_split(pattern: Pattern, forward: np.ndarray, rounds: int = 0) -> Coloring:
+    """Return the coloring with these entries in forward mode, and the others in reverse mode."""
+    row, col, shape = pattern
+    columns = column_colors(row[forward], col[forward], shape, rounds)
+    rows = column_colors(col[~forward], row[~forward], shape[::-1], rounds)
+    counts = int(columns.max(initial=-1)) + 1, int(rows.max(initial=-1)) + 1
+    return Coloring(columns, rows, counts, forward, np.where(forward, columns[col], rows[row]))
+
+
+def symmetric_coloring_of(pattern: Pattern, mode: str) -> Coloring:
     """Return the coloring of a symmetric matrix in one mode: each entry, or its mirror image, is read from a product.
 
     The mirror image of each entry counts as an entry too, whether or not it is in the pattern.
     """
     size = pattern.shape[0]
     both = np.concatenate([pattern.rows, pattern.cols]), np.concatenate([pattern.cols, pattern.rows])
-    mirrored = pattern_at(*both, pattern.shape)
-    colors, count = np.zeros(size, np.int64), 0
-    if len(mirrored.rows):
-        found = asdex(api).color_symmetric(_for_asdex(api, *mirrored), postprocess=True)
-        colors, count = np.asarray(found[0], np.int64), int(found[1])
-    # Entry (i, j) is read in row i of the product of j's color if no other entry of row i has that color. Otherwise
-    # (j, i) is read in row j of the product of i's color: a star coloring guarantees that this is possible.
-    summed = colors[mirrored.cols] >= 0
-    places = mirrored.rows * count + colors[mirrored.cols]
-    alone = np.bincount(places[summed], minlength=size * count) == 1
-    direct = colors[pattern.cols] >= 0
-    direct[direct] = alone[(pattern.rows * count + colors[pattern.cols])[direct]]
-    product = np.where(direct, colors[pattern.cols], colors[pattern.rows])
-    none = np.full(size, -1)
+    rows, cols, _ = pattern_at(*both, pattern.shape)
+    colors = star_colors(rows, cols, size)
+    needed, direct = _reads(rows, cols, colors)
+    colors = np.where(needed[colors], np.cumsum(needed)[colors] - 1, -1)
+    places = np.searchsorted(rows * size + cols, pattern.rows.astype(np.int64) * size + pattern.cols)
+    by_row = direct[places]
+    product = np.where(by_row, colors[pattern.cols], colors[pattern.rows])
+    none, count = np.full(size, -1), int(needed.sum())
     if mode == "reverse":
-        return Coloring(none, colors, (0, count), direct, product)
-    return Coloring(colors, none, (count, 0), direct, product)
+        return Coloring(none, colors, (0, count), by_row, product)
+    return Coloring(colors, none, (count, 0), by_row, product)
+
+
+def _reads(rows: np.ndarray, cols: np.ndarray, colors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return which colors are needed, and for each entry whether it is read in its own row, from its column's color.
+
+    Entry (i, j) can be read there if no other entry of row i has the color of j. Otherwise its mirror image (j, i) can
+    be read in row j, from the color of i: a star coloring guarantees that.
+    """
+    _, place, times = np.unique(
+        rows * (colors.max(initial=0) + 1) + colors[cols], return_inverse=True, return_counts=True
+    )
+    direct = times[place] == 1
+    mirrored = direct[np.lexsort((rows, cols))]  # sorted by columns, entries are their mirror images sorted by rows
+    needed = np.zeros(colors.max(initial=-1) + 1, bool)
+    needed[colors[cols[~mirrored]]] = True
+    needed[colors[rows[~direct]]] = True
+    # Entries that can be read from either of two colors, of which none is needed yet: the one with more of them.
+    either = ~needed[colors[rows]] & ~needed[colors[cols]]
+    a, b = colors[rows[either]], colors[cols[either]]
+    reads = np.bincount(a, minlength=len(needed))
+    needed[np.where((reads[a] > reads[b]) | ((reads[a] == reads[b]) & (a < b)), a, b)] = True
+    return needed, direct & needed[colors[cols]]
 
 
 def _splits(pattern: Pattern, modes: tuple[str, ...]) -> Iterator[tuple[float, np.ndarray]]:
@@ -96,29 +123,16 @@ def _splits(pattern: Pattern, modes: tuple[str, ...]) -> Iterator[tuple[float, n
     in_column = np.bincount(pattern.cols, minlength=pattern.shape[1])
     choices = [np.full(len(pattern.rows), mode == "forward") for mode in modes]
     if len(modes) > 1:
-        # Rows (or columns) with few entries are separated from those with many, at thresholds of powers of two.
-        most = max(in_row.max(initial=0), in_column.max(initial=0))
-        bounds = 2 ** np.arange(1, int(most).bit_length())
-        choices += [in_row[pattern.rows] < bound for bound in bounds]
-        choices += [in_column[pattern.cols] >= bound for bound in bounds]
+        choices += [in_row[pattern.rows] < bound for bound in _thresholds(in_row)]
+        choices += [in_column[pattern.cols] >= bound for bound in _thresholds(in_column)]
     for forward in choices:
         # A product gives one entry of each row, so the fullest row (or column) needs a product for each of its entries.
         fullest = [np.bincount(x, minlength=1).max() for x in (pattern.rows[forward], pattern.cols[~forward])]
         yield cost(*fullest), forward
 
 
-def _colors(api: str, rows: np.ndarray, cols: np.ndarray, shape: tuple[int, int]) -> tuple[np.ndarray, int]:
-    """Return for each column a color (-1 if it is empty) unique in each of its rows, and the number of colors."""
-    colors = np.full(shape[1], -1, np.int64)
-    used = np.flatnonzero(np.bincount(cols, minlength=shape[1]))
-    if len(used) and np.bincount(rows).max() == len(used):  # a full row: every column conflicts with every other
-        colors[used] = np.arange(len(used))
-    elif len(used):
-        colors[used] = np.asarray(asdex(api).color_cols(_for_asdex(api, rows, cols, shape))[0])[used]
-    return colors, int(colors.max(initial=-1)) + 1
-
-
-def _for_asdex(api: str, rows: np.ndarray, cols: np.ndarray, shape: tuple[int, int]) -> Any:
-    """Return the pattern as asdex represents it, with entries in row-major order."""
-    order = np.lexsort((cols, rows))
-    return asdex(api).SparsityPattern.from_coo(rows[order].astype(np.int32), cols[order].astype(np.int32), shape)
+def _thresholds(entries: np.ndarray) -> list[int]:
+    """Return powers of two that separate the rows with few entries from those with many, at least twice the median."""
+    some = entries[entries > 0]
+    bounds = 2 ** np.arange(1, int(some.max(initial=0)).bit_length())
+    return bounds[bounds >= 2 * np.median(some)].tolist() if len(some) else []

@@ -80,9 +80,9 @@ def sparse_evaluator(
         )
         return dense(full_pattern(shape), f"the pattern cannot be found: {reason}")
     if symmetric and shape[0] == shape[1]:
-        coloring = symmetric_coloring_of(api, pattern, modes[0])
+        coloring = symmetric_coloring_of(pattern, modes[0])
     else:
-        coloring = coloring_of(api, pattern, modes)
+        coloring = coloring_of(pattern, modes)
     count = coloring.counts
     if cost(*count) >= alone[cheapest]:
         return dense(pattern, f"a dense Jacobian takes no more than {sum(count)} products")

@@ -93,7 +93,6 @@ def check_sparsity(api: str, sparsity: Any, check: Any) -> None:
         return
     if isinstance(sparsity, str) and sparsity != "auto":
         raise ValueError(f'{api}: sparsity must be "auto" or a pattern, but got {sparsity!r}.')
-    asdex(api)
     if not isinstance(sparsity, str):
         for pattern in jax.tree.leaves(sparsity, is_leaf=lambda x: hasattr(x, "shape")):
             _check_pattern(api, pattern)
@@ -118,16 +117,6 @@ def _is_bcoo(x: Any) -> bool:
 
 def _is_scipy(x: Any) -> bool:
     return type(x).__module__.startswith("scipy.sparse")
-
-
-def asdex(api: str) -> Any:
-    """Return the library that colors patterns, imported on first use."""
-    try:
-        import asdex
-    except ImportError as error:  # also if asdex imports private names of JAX that this version lacks
-        needed = f"asdex in a version that fits jax {jax.__version__} ({error})"
-        raise type(error)(f"{api}: sparsity needs {needed}; install it with pip install 'plurax[sparse]'.") from error
-    return asdex
 
 
 def given_pattern(api: str, sparsity: Any, nest: Any, outputs: list[Any], inputs: list[Any]) -> Pattern:

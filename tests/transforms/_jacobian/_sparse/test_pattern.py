@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -640,25 +638,6 @@ def test_the_probe_accepts_infinities_and_rounding() -> None:
 def test_refusals(call: Any, error: Any, match: str) -> None:
     with pytest.raises(error, match=f"^jacobian: {match}"):
         call()
-
-
-@pytest.mark.parametrize("transform", [jacobian, hessian])
-def test_without_asdex_the_extra_is_named(transform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "asdex", None)
-    with pytest.raises(
-        ModuleNotFoundError, match=r"sparsity needs asdex in .*; install it with pip install 'plurax\[sparse\]'"
-    ):
-        transform(jnp.sum, sparsity="auto")
-
-
-def test_an_incompatible_asdex_is_distinguished_from_a_missing_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "asdex.py").write_text("from jax import no_such_name")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "asdex", raising=False)
-    with pytest.raises(ImportError, match=r"a version that fits jax .*no_such_name.*; install it with pip install"):
-        jacobian(jnp.sum, sparsity="auto")
 
 
 @pytest.mark.slow
