@@ -9,14 +9,12 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.jet import jet_rules
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 from jax.lax import GatherScatterMode
 
 from ._calls.call import check_dtypes
 from ._core.arguments import argument_name, check_callable, check_count, wrap_like
-from ._core.compat import NeedsValues
-from ._core.jaxpr import aval, called, evaluate, interpret
+from ._core.compat import ClosedJaxpr, Jaxpr, JaxprEqn, NeedsValues, jaxpr_as_fun, jet_rules
+from ._core.jaxpr import PLAIN, aval, called, evaluate, interpret
 from ._models.mutation import call_with_models, refuse_changes
 from ._models.split_model import bound_model, refuse_shared_state, split_tree
 
@@ -36,9 +34,9 @@ _CONSTANT = frozenset("and ceil eq floor ge gt is_finite le lt ne not or round s
 _EXACT = frozenset(
     """
     add add_any broadcast_in_dim complex concatenate conj conv_general_dilated convert_element_type copy cos cosh
-    cumprod cumsum dot_general dynamic_slice dynamic_update_slice erf exp fft imag logistic mul neg pad real reduce_max
-    reduce_min reduce_sum reduce_window_sum reshape rev scatter-add select_n sin sinh slice split square squeeze stack
-    sub transpose unstack
+    cumprod cumsum dot_general dynamic_slice dynamic_update_slice erf exp fft imag logistic mul neg one_minus_square pad
+    polynomial real reduce_max reduce_min reduce_sum reduce_window_sum reshape rev scatter-add select_n sin sinh slice
+    split square squeeze stack sub transpose unstack
     """.split()  # noqa: SIM905 (words read better)
 )
 
@@ -178,7 +176,7 @@ def _propagate(jaxpr: Jaxpr, consts: Sequence[Any], pairs: Sequence[tuple[Any, A
 def _expand(eqn: JaxprEqn, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     """Return the results of one operation with their Taylor coefficients."""
     name, values, series = eqn.primitive.name, [x for x, _ in pairs], [terms for _, terms in pairs]
-    if name == "jit":
+    if name in PLAIN:
         return _propagate(*called(eqn), pairs)
     reached = [i for i, terms in enumerate(series) if terms is not None]
     if not reached or name in _CONSTANT:
@@ -193,12 +191,13 @@ def _expand(eqn: JaxprEqn, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]
         )
         return [(value, terms)]
     # In some versions of JAX `split`, `stack` and `unstack` are different primitives, or have no rule.
-    trusted = name in _EXACT and eqn.primitive in jet_rules
+    rules = jet_rules()
+    trusted = name in _EXACT and eqn.primitive in rules
     is_power = name == "integer_pow" and eqn.params["y"] > 0
     if not (trusted or is_power or (name == "gather" and eqn.params["mode"] != GatherScatterMode.FILL_OR_DROP)):
         raise _Inexact
     filled = [[jnp.zeros(jnp.shape(x), jnp.result_type(x))] * order if terms is None else terms for x, terms in pairs]
-    out, terms = jet_rules[eqn.primitive](values, filled, **eqn.params)
+    out, terms = rules[eqn.primitive](values, filled, **eqn.params)
     return list(zip(out, terms, strict=True)) if eqn.primitive.multiple_results else [(out, terms)]
 
 

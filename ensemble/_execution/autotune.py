@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr
 
+from ...transforms._core.compat import Jaxpr, setting
 from ...transforms._core.machine import cores, processor
 from ...transforms._core.memory import in_words
 from ...transforms._runs.atomic_write import write_atomically
@@ -109,7 +109,7 @@ def fingerprint(jaxpr: Jaxpr, *about: object) -> str:
     program = re.sub(r"0x[0-9a-f]+", "", str(jaxpr))
     machine = (
         *(jax.__version__, version("jaxlib"), device.platform, device.device_kind, processor(), cores()),
-        *(os.environ.get("XLA_FLAGS", ""), jax.config.values["jax_enable_x64"]),
+        *(os.environ.get("XLA_FLAGS", ""), setting("jax_enable_x64")),
     )
     return hashlib.sha256(repr((_FORMAT, program, machine, about)).encode()).hexdigest()
 

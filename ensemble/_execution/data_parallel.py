@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn
 
 from ...transforms._core.arguments import describe
+from ...transforms._core.compat import Jaxpr, JaxprEqn
 from ...transforms._core.jaxpr import CALLS, called, interpret, with_inner
 from ...transforms._core.prng import is_key
 from ...transforms._models.hashable import HashablePytree

@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import PartitionSpec as P
 
 from ...transforms._convolutions.as_products import convolutions_as_products
 from ...transforms._core.axes import Axes
-from ...transforms._core.compat import Tracer
+from ...transforms._core.compat import ClosedJaxpr, Jaxpr, Tracer, memory_of
 from ...transforms._core.target import device
 from ...transforms._models.hashable import HashablePytree
 from ...transforms._models.stacking import stack
@@ -154,8 +153,7 @@ class Executor:
 
     def temporaries(self, inputs: StepInputs, donate: bool, execution: Execution) -> int:
         """Compile a step for an execution, and return the bytes of its temporaries."""
-        analysis: Any = self.lower(inputs, donate, execution).compile().memory_analysis()
-        return analysis.temp_size_in_bytes
+        return memory_of(self.lower(inputs, donate, execution).compile()).temp_size_in_bytes
 
     def lower(self, inputs: StepInputs, donate: bool, execution: Execution) -> Any:
         """Return the lowered program of a step; for "loop", that of one member."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from ...transforms._core.compat import memory_of
 from .._members.strategy import Execution
 from .autotune import NOT_TRIED, CandidateExecution, Tuning
 
@@ -375,7 +376,7 @@ class _Compilation:
     def _compile(self, lowered: Any) -> None:
         start = time.perf_counter()
         try:
-            self.temporaries = lowered.compile().memory_analysis().temp_size_in_bytes
+            self.temporaries = memory_of(lowered.compile()).temp_size_in_bytes
         except Exception as error:  # such as too little memory
             self.error = error
         self.seconds += time.perf_counter() - start

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr
 
 from ...transforms._convolutions.as_products import has_convolution
 from ...transforms._core.axes import Axes, axes_per_argument, mapped_size
+from ...transforms._core.compat import Jaxpr
 from ...transforms._core.memory import largest_chunk
 from ...transforms._core.target import device, platform
 from ...transforms._runs.source import Stacked, copied, first_of

@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
 from ...transforms._calls.explicit_sharding import divided_alike
 from ...transforms._convolutions import few_channels
 from ...transforms._convolutions.as_products import products_unless_differentiated
 from ...transforms._core.axes import Axes, axes_per_argument, broadcast_axes, check_in_axes, mapped_size
+from ...transforms._core.compat import jaxpr_as_fun
 from ...transforms._core.target import platform
 from ...transforms._models.hashable import HashablePytree
 from ...transforms._models.mutation import call_with_models, refuse_changes

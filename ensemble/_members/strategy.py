@@ -14,12 +14,12 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Jaxpr
 
 from ...transforms._calls.chunk import map_in_chunks
 from ...transforms._convolutions.as_products import convolutions_as_products, has_convolution, largest_convolution
 from ...transforms._core.arguments import check_choice, check_count
 from ...transforms._core.axes import Axes, broadcast_axes
+from ...transforms._core.compat import Jaxpr
 from ...transforms._core.target import platform
 from ...transforms._models.stacking import stack
 from .rows import where_rows

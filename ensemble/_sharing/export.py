@@ -86,7 +86,7 @@ def export(
         x = x if hasattr(x, "dtype") else np.asarray(x)
         if not x.ndim or x.dtype == object:
             raise TypeError(f"export: example must hold arrays with the batch along axis 0, but has {describe(x)}.")
-        return jax.ShapeDtypeStruct((batch, *x.shape[1:]), jnp.dtype(x.dtype))
+        return jax.ShapeDtypeStruct((batch, *x.shape[1:]), jax.typeof(x).dtype)
 
     committee = model if isinstance(model, Committee) else Committee([model])
     check_temperature(temperature, kind, len(committee))

@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Var
 
+from ...transforms._core.compat import JaxprEqn, Var
 from ...transforms._core.jaxpr import evaluate, interpret
 from ...transforms._core.prng import is_key
 from ...transforms._core.target import platform

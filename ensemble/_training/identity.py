@@ -64,4 +64,5 @@ def _settings(batches: Any) -> Mapping[str, Any]:
 def _with_shape(leaf: Any, shape: tuple[int, ...]) -> Any:
     if not hasattr(leaf, "dtype"):  # a number
         return leaf
-    return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
+    kind = jax.typeof(leaf)  # with the dtype that JAX gives to a NumPy array
+    return jax.ShapeDtypeStruct(shape, kind.dtype, weak_type=kind.weak_type)

@@ -243,7 +243,7 @@ def greedy_selection(
     if known:
         score(predictions[0], targets)  # raises for invalid values, which it cannot do in the compiled loop
     predictions = predictions.astype(jnp.promote_types(predictions.dtype, jnp.float32))
-    scored = jax.eval_shape(score, jax.ShapeDtypeStruct(predictions.shape[1:], predictions.dtype), targets)
+    scored = jax.eval_shape(score, jax.ShapeDtypeStruct(predictions.shape[1:], jax.typeof(predictions).dtype), targets)
     if getattr(scored, "shape", None) != ():
         raise ValueError(f"greedy_selection: score must return one number, but it returns {describe(scored)}.")
 

@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+from .._core.compat import ClosedJaxpr, Jaxpr, JaxprEqn
 from .._core.jaxpr import CALLS, ELEMENTWISE, REMAT, at_source, aval, bodies, called, evaluate, interpret, with_inner
 from .convolution import Convolution
 
@@ -33,7 +33,7 @@ _MOST_SLICES = 64
 
 WITH_BODIES = frozenset({"scan", "while", "cond"}) | REMAT
 # Interpreted rather than evaluated, so that permuted arrays pass through calls: activation functions are calls.
-_INTO_CALLS = frozenset(CALLS) - WITH_BODIES
+_INTO_CALLS = frozenset(CALLS) - WITH_BODIES - {"call_hi_primitive"}
 
 
 def convolutions_as_products(fun: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn
 
+from .._core.compat import JaxprEqn
 from .._core.jaxpr import aval
 
 

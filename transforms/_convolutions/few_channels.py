@@ -11,8 +11,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from jax.extend.core import JaxprEqn
-
+from .._core.compat import JaxprEqn
 from .._core.jaxpr import aval
 from .as_products import is_permuted, run_chosen
 

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import JaxprEqn
 
+from .._core.compat import JaxprEqn
 from .._core.jaxpr import at_source, aval, bodies, evaluate, interpret
 from .as_products import WITH_BODIES, convolved, has_convolution, plain, run_by, with_bodies
 from .by_rows import gathered, scattered

@@ -1,17 +1,63 @@
-"""Everything that depends on the version of JAX: imports that move, private attributes, and classes of errors."""
+"""Everything that depends on the version of JAX: imports that move, private attributes, and classes of errors.
 
+`jax.core`, `jax.extend` and `jax.experimental` are imported here and nowhere else. `tests/test_surfaces.py` lists what
+this file and the rules for primitives read of JAX, and finds what a new version has changed.
+"""
+
+import contextlib
 import functools
 import importlib
+import io
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.core import ShapedArray as ShapedArray
 from jax.core import Tracer as Tracer
 from jax.core import eval_context
-from jax.extend.core import get_opaque_trace_state
+from jax.core import eval_jaxpr as eval_jaxpr
+from jax.extend import core, source_info_util
+from jax.extend.core import Jaxpr as Jaxpr
+from jax.extend.core import JaxprEqn as JaxprEqn
+from jax.extend.core import Literal as Literal
+from jax.extend.core import Var as Var
+from jax.extend.core import jaxpr_as_fun as jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import PyTreeDef, default_registry
+
+# The newest version of JAX that the tests have run on.
+NEWEST_TESTED = (0, 12)
+
+# One class with `Jaxpr` from jax 0.12 on.
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr as ClosedJaxpr
+else:
+    ClosedJaxpr = getattr(core, "ClosedJaxpr", Jaxpr)
+
+
+@contextlib.contextmanager
+def fragile(surface: str) -> Iterator[None]:
+    """Explain errors from a part of JAX that a later version may change, if this version is a later one.
+
+    Args:
+      surface: the part, as a noun.
+
+    Raises:
+      RuntimeError: the part has changed in a version newer than the newest one tested. Errors in older versions pass.
+    """
+    try:
+        yield
+    except (AttributeError, ImportError, LookupError, TypeError) as error:
+        if jax.__version_info__[:2] <= NEWEST_TESTED:
+            raise
+        tested = ".".join(map(str, NEWEST_TESTED))
+        raise RuntimeError(
+            f"{surface} has changed in JAX ({type(error).__name__}: {error}). The newest JAX that Plurax is tested "
+            f"with is {tested}, and this is {jax.__version__}: install an earlier one, or report this at "
+            "https://github.com/plurax/plurax/issues."
+        ) from error
+
 
 # The class of functions under `jax.jit`, which has no public name.
 Jitted: Any = type(jax.jit(len))
@@ -141,14 +187,14 @@ def lowered_for(lowered: Any) -> list[Any]:
 
 def inside_a_transform() -> bool:
     """Return whether a `jax.jit`, `jax.grad`, `jax.vmap` or the like is being traced, whatever the arguments are."""
-    return get_opaque_trace_state() != _outside()
+    return core.get_opaque_trace_state() != _outside()
 
 
 # Cached, since it never changes and `inside_a_transform` runs at each call.
 @functools.cache
 def _outside() -> Any:
     with eval_context():
-        return get_opaque_trace_state()
+        return core.get_opaque_trace_state()
 
 
 def node(kind: type, static: Any, children: Sequence[Any]) -> Any:
@@ -169,3 +215,106 @@ def sparse_product(name: str) -> Callable[..., Any] | None:
     if kind not in ("bcoo", "bcsr"):
         return None
     return getattr(importlib.import_module(f"jax.experimental.sparse.{kind}"), f"_{name}_impl", None)
+
+
+def expanded(eqn: JaxprEqn) -> Any:
+    """Return the program of a `call_hi_primitive`, in terms of other primitives."""
+    with fragile("the parameter `_prim` of `call_hi_primitive`"):
+        primitive = eqn.params["_prim"]
+        tree, expand = primitive.in_tree, primitive.expand
+    shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype, weak_type=x.aval.weak_type) for x in eqn.invars]
+    return jax.make_jaxpr(lambda *args: expand(*jax.tree.unflatten(tree, args)))(*shapes)
+
+
+def is_of_jax(eqn: JaxprEqn) -> bool:
+    """Return whether the derivative rule of an operation is certainly one of JAX's own."""
+    return type(eqn.params.get("_prim")).__module__.startswith("jax.")
+
+
+def at_source(eqn: JaxprEqn) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which new operations get the named scopes and the source line of an operation."""
+    with fragile("`jax.extend.source_info_util`"):
+        names = source_info_util.current_name_stack() + eqn.source_info.name_stack
+        return source_info_util.user_context(eqn.source_info.traceback, name_stack=names)
+
+
+def setting(name: str) -> Any:
+    """Return the value of a setting of JAX."""
+    with fragile(f"`jax.config.values[{name!r}]`"):
+        return jax.config.values[name]
+
+
+def memory_of(compiled: Any) -> Any:
+    """Return the sizes in bytes that XLA counts for a compiled program: arguments, outputs, temporaries."""
+    with fragile("`memory_analysis()` of a compiled program"):
+        analysis = compiled.memory_analysis()
+        for name in ("argument", "output", "alias", "temp"):
+            getattr(analysis, f"{name}_size_in_bytes")
+        return analysis
+
+
+def flops_of(lowered: Any) -> float:
+    """Return the operations that XLA counts in a lowered program; 0 if it does not count."""
+    with fragile("`cost_analysis()` of a lowered program"):
+        return (lowered.cost_analysis() or {}).get("flops", 0.0)
+
+
+def jet_rules() -> Any:
+    """Return the rules of Taylor mode, by primitive."""
+    with fragile("`jax.experimental.jet`"):
+        from jax.experimental.jet import jet_rules
+
+        return jet_rules
+
+
+def key_implementation(**functions: Any) -> Any:
+    """Return an implementation of random keys."""
+    with fragile("`jax.extend.random`"):
+        from jax.extend.random import define_prng_impl
+
+        return define_prng_impl(**functions)
+
+
+def code_of(lowered: Any) -> bytes:
+    """Return the code of a lowered program, without names and source lines."""
+    with fragile("`jax.extend.mlir`"):
+        from jax.extend.mlir import passmanager
+
+        module = lowered.compiler_ir()
+        with module.context:
+            code, copy = io.BytesIO(), module.operation.clone()
+            passmanager.PassManager.parse("builtin.module(strip-debuginfo)").run(copy)
+        copy.write_bytecode(code)  # takes a third of the time of its text
+        return code.getvalue()
+
+
+def gathered(x: Any) -> Any:
+    """Return the arrays of all processes, stacked."""
+    with fragile("`jax.experimental.multihost_utils`"):
+        from jax.experimental.multihost_utils import process_allgather
+
+    return process_allgather(x)
+
+
+def is_preempted(step: int) -> bool:
+    """Return whether a process was told to stop, the same in all processes that ask with this number."""
+    with fragile("`jax.experimental.multihost_utils`"):
+        from jax.experimental.multihost_utils import reached_preemption_sync_point
+
+    return reached_preemption_sync_point(step)
+
+
+def devices_of_topology(name: str, platform: str) -> list[Any]:
+    """Return the devices of a topology that this machine need not have."""
+    with fragile("`jax.experimental.topologies`"):
+        from jax.experimental import topologies
+
+    return list(topologies.get_topology_desc(name, platform).devices)
+
+
+def sparse_matrix(data: Any, indices: Any, shape: tuple[int, ...]) -> Any:
+    """Return a `BCOO` with sorted indices, none of them twice."""
+    with fragile("`jax.experimental.sparse`"):
+        from jax.experimental.sparse import BCOO
+
+    return BCOO((data, indices), shape=shape, indices_sorted=True, unique_indices=True)

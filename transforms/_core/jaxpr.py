@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-from jax.extend import source_info_util
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from .compat import Jaxpr, JaxprEqn, Literal, at_source, expanded
 
 # The name of `jax.checkpoint` in a program, by version.
 REMAT = frozenset({"checkpoint", "remat2"})
-# Operations that only call a program, and the parameter that holds it.
-CALLS = {
-    "jit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    **dict.fromkeys(REMAT, "jaxpr"),
-}
+# Operations that only call a program, and the parameter that holds it. Those in `CUSTOM` have derivatives of their own.
+# Which of them JAX uses, and for what, depends on its version.
+CUSTOM = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "call_hi_primitive": "_prim"}
+PLAIN = {"jit": "jaxpr", "closed_call": "call_jaxpr", "eval_jaxpr": "call_jaxpr", "xla_metadata_call": "jaxpr"}
+CALLS = {**PLAIN, **CUSTOM, **dict.fromkeys(REMAT, "jaxpr")}
 
 # Operations whose results equal their first operands, possibly on other devices or in another layout.
 IDENTITIES = frozenset(
     """
     copy copy_p device_put dce_sink layout_constraint mesh_cast name optimization_barrier pcast pin pvary preduced
-    reduced_vary_cast_p reshard sharding_constraint tie unpin vary_unreduced_cast_p with_memory_space_constraint
+    reduced_vary_cast reduced_vary_cast_p relayout reshard sharding_constraint tie unpin vary_unreduced_cast
+    vary_unreduced_cast_p with_memory_space_constraint xla_metadata_value
     """.split()  # noqa: SIM905 (words read better)
 )
 
@@ -34,9 +31,9 @@ ELEMENTWISE = frozenset(
     """
     abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp complex conj convert_element_type
     copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le
-    lgamma log log1p logistic lt max min mul ne neg nextafter not or population_count pow real reduce_precision rem
-    round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
-    stop_gradient sub tan tanh xor
+    lgamma log log1p log2 logistic lt max min mul ne neg nextafter not one_minus_square or polynomial population_count
+    pow real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin
+    sinh sqrt square stop_gradient sub tan tanh xor
     """.split()  # noqa: SIM905 (words read better)
 )
 
@@ -80,20 +77,17 @@ def evaluate(eqn: JaxprEqn, *values: Any) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def at_source(eqn: JaxprEqn) -> AbstractContextManager[None]:
-    """Return a context in which new operations get the named scopes and the source line of an operation."""
-    names = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    return source_info_util.user_context(eqn.source_info.traceback, name_stack=names)
-
-
 def called(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]]:
     """Return the program that an operation in `CALLS` calls, and the program's constants."""
-    body = eqn.params[CALLS[eqn.primitive.name]]
+    name = eqn.primitive.name
+    body = expanded(eqn) if name == "call_hi_primitive" else eqn.params[CALLS[name]]
     return getattr(body, "jaxpr", body), getattr(body, "consts", ())  # `checkpoint` holds a `Jaxpr`, not a closed one
 
 
 def bodies(eqn: JaxprEqn) -> list[Jaxpr]:
     """Return the programs inside an operation, such as the body of a loop or the branches of a `cond`."""
+    if eqn.primitive.name == "call_hi_primitive":
+        return [called(eqn)[0]]
     found = (getattr(x, "jaxpr", x) for x in jax.tree.leaves(list(eqn.params.values())))
     return [x for x in found if isinstance(x, Jaxpr)]
 

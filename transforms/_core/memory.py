@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from .arguments import describe, is_int
-from .compat import NeedsValues, Tracer, is_repeated
+from .compat import NeedsValues, Tracer, eval_jaxpr, is_repeated, memory_of
 from .target import device
 
 _UNITS = {f"{prefix}b": 1000**i for i, prefix in enumerate(["", "k", "m", "g", "t"])}
@@ -130,9 +130,8 @@ def chunk_within(api: str, compute: Callable[[int], Any], size: int, budget: int
 def temporaries(compute: Callable[[], Any]) -> tuple[int, bool]:
     """Return the bytes of a computation's compiled temporaries, and whether an outer transform repeats it."""
     lowered, tracers = lower_apart(compute)
-    analysis: Any = lowered.compile().memory_analysis()
     # An outer transform maps, repeats or differentiates `compute` only if `compute` closes over its tracers.
-    return analysis.temp_size_in_bytes, any(map(is_repeated, tracers))
+    return memory_of(lowered.compile()).temp_size_in_bytes, any(map(is_repeated, tracers))
 
 
 def warn_if_repeated(api: str, budget: int, needed: int, described: str, repeated: bool) -> None:
@@ -166,7 +165,7 @@ def lower_apart(fun: Callable[[], Any]) -> tuple[Any, list[Tracer]]:
     def of_constants(*arguments: Any) -> Any:
         given = iter(arguments)
         constants = [next(given) if isinstance(x, free) else x for x in closed.consts]
-        return jax.core.eval_jaxpr(closed.jaxpr, constants)
+        return eval_jaxpr(closed.jaxpr, constants)
 
     avals = [jax.typeof(x) for x in closed.consts if isinstance(x, free)]
     place = None if device() is None else jax.sharding.SingleDeviceSharding(device())

@@ -12,7 +12,8 @@ from typing import Any
 
 import jax
 import jaxlib
-from jax.extend.core import JaxprEqn
+
+from .compat import JaxprEqn
 
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _OF_JAX = tuple(str(Path(str(module.__file__)).parent) + os.sep for module in (jax, jaxlib))

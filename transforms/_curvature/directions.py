@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn
 
+from .._core.compat import JaxprEqn
 from .._core.jaxpr import CALLS, ELEMENTWISE, aval, with_inner
 
 

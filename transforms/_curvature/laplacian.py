@@ -18,12 +18,11 @@ from typing import Any, ParamSpec
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn
 
 from .._calls.call import Call
 from .._core.arguments import Argnums
-from .._core.compat import NeedsValues
-from .._core.jaxpr import aval, called, evaluate, interpret
+from .._core.compat import Jaxpr, JaxprEqn, NeedsValues
+from .._core.jaxpr import PLAIN, aval, called, evaluate, interpret
 from .._core.weak_types import weak_like
 from .._jacobian.dense import checkpoint
 from .directions import Slopes, aligned, of_coordinates, product_over_positions
@@ -35,7 +34,7 @@ P = ParamSpec("P")
 _CURVED = frozenset(
     """
     acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma erf erf_inv erfc exp exp2 expm1 integer_pow lgamma
-    log log1p logistic pow rsqrt sin sinh sqrt square tan tanh
+    log log1p log2 logistic one_minus_square polynomial pow rsqrt sin sinh sqrt square tan tanh
     """.split()  # noqa: SIM905 (words read better)
 )
 
@@ -144,10 +143,10 @@ def _visit(eqn: JaxprEqn, triples: list[Triple]) -> list[Triple]:
     name = eqn.primitive.name
     values = [value for value, *_ in triples]
     moving = [i for i, (_, slopes, _) in enumerate(triples) if slopes is not None]
-    # Custom rules (`custom_jvp`) are not interpreted here: `jax.jvp` below applies them.
+    # Operations with rules of their own (`CUSTOM`) are not interpreted here: `jax.jvp` below applies them.
     if moving and _is_slogdet(eqn):
         return _of_slogdet(eqn, *triples)
-    if name in ("jit", "closed_call"):
+    if name in PLAIN:
         return _propagate(*called(eqn), triples)
     out = evaluate(eqn, *values)
     smooth = [j for j, x in enumerate(out) if jnp.issubdtype(x.dtype, jnp.inexact)]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._calls.call import Call, check_output
-from .._core.compat import NeedsValues
+from .._core.compat import NeedsValues, flops_of
 from .._core.jaxpr import with_inner
 from .._core.memory import lower_apart
 from .dense import DENSE, by_columns, by_rows, sizes_of
@@ -145,8 +145,7 @@ def choose_mode(api: str, call: Call) -> ModeChoice:
     try:
         for mode, compute in DENSE.items():
             # Counted in the lowered program: nothing is compiled or run.
-            analysis = lower_apart(partial(compute, api, call, None))[0].cost_analysis() or {}
-            flops[mode] = analysis.get("flops", 0.0)
+            flops[mode] = flops_of(lower_apart(partial(compute, api, call, None))[0])
     except NeedsValues:
         return choice(first, why=f"fun branches on values; {inputs} inputs, {outputs} outputs")
     if abs(flops["reverse"] - flops["forward"]) <= _TIE * max(flops.values()):

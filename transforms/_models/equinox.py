@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
+from .._core.compat import ShapedArray
 from .hashable import HashablePytree
 from .split_model import dotted
 
@@ -47,7 +48,7 @@ def differentiated(tree: Any, integers: bool = False) -> Any:
 
 
 # `ShapedArray` is the type of the shapes that replace arrays in `Primals.outline`.
-_ARRAYS = (jax.Array, np.ndarray, jax.core.ShapedArray)
+_ARRAYS = (jax.Array, np.ndarray, ShapedArray)
 
 
 def _is_inexact(x: Any) -> bool:

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from .._core.compat import ClosedJaxpr, Jaxpr, Literal
 from .._core.machine import processor
 from .._core.prng import is_key
 from .._core.version import __version__

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import jax
 
 from .._core.arguments import check_count, describe
+from .._core.compat import is_preempted, setting
 from .processes import ALONE, Group
 from .source import Source
 
@@ -228,17 +229,13 @@ def _on_preemption(group: Group, saves: bool) -> Iterator[Callable[[], bool]]:
         notice.seen = True
 
     def agreed() -> bool:
-        from jax.experimental.multihost_utils import reached_preemption_sync_point  # only where processes are connected
-
-        notice.seen = notice.seen or reached_preemption_sync_point(next(_calls))
+        notice.seen = notice.seen or is_preempted(next(_calls))
         return notice.seen
 
     # After `jax.distributed.initialize`, JAX has the signal, which Python does not see. Only the main thread may set a
     # handler, and one of the user's program stays in place.
     of_jax = jax.distributed.is_initialized()
-    together = (
-        of_jax and len(group.processes) == jax.process_count() and jax.config.values["jax_enable_preemption_service"]
-    )
+    together = of_jax and len(group.processes) == jax.process_count() and setting("jax_enable_preemption_service")
     main = threading.current_thread() is threading.main_thread()
     ours = saves and main and not of_jax and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if ours:

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from .._core.compat import gathered
+
 Result = TypeVar("Result")
 
 
@@ -63,15 +65,13 @@ class Group:
         """Wait for all processes, and return the values that they pass, in their order. Values must be valid JSON."""
         if self.is_alone:
             return [value]
-        from jax.experimental.multihost_utils import process_allgather
-
         # JAX can only exchange arrays of one shape: first the lengths, then the bytes, padded to the longest.
         data = np.frombuffer(json.dumps(value).encode(), np.uint8)
-        sizes = process_allgather(np.int32(data.size))
+        sizes = gathered(np.int32(data.size))
         # Padded to powers of two, since each length needs a compiled program.
         padded = np.zeros(max(1024, 1 << int(sizes.max() - 1).bit_length()), np.uint8)
         padded[: data.size] = data
-        return [json.loads(row[:size].tobytes()) for row, size in zip(process_allgather(padded), sizes, strict=True)]
+        return [json.loads(row[:size].tobytes()) for row, size in zip(gathered(padded), sizes, strict=True)]
 
     def agree(self, work: Callable[[], Result]) -> Result:
         """Return the result of `work` in this process once all have succeeded; raise in all if one fails."""

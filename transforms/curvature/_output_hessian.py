@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn
 
+from .._core.compat import JaxprEqn, eval_jaxpr
 from .._core.eigh import eigh
-from .._core.jaxpr import CALLS, ELEMENTWISE, IDENTITIES, aval, called, evaluate, interpret
+from .._core.jaxpr import CALLS, CUSTOM, ELEMENTWISE, IDENTITIES, aval, called, evaluate, interpret
 
 # A Hessian without a known form may have this many rows.
 _MOST = 1024
@@ -119,7 +119,7 @@ class _Evaluation:
         if all(found is None for found, _ in pairs):
             return [(None, x) for x in evaluate(eqn, *values)]
         if name in CALLS:
-            if not name.startswith("custom"):
+            if name not in CUSTOM:
                 return self._inside(*called(eqn), pairs)
             return list(zip(self._of_custom(eqn, pairs), evaluate(eqn, *values), strict=True))
         results = evaluate(eqn, *values)
@@ -293,7 +293,7 @@ class OutputHessian:
         return total
 
     def _loss(self, outputs: Any, others: Sequence[Any]) -> Any:
-        return jax.core.eval_jaxpr(self._closed.jaxpr, self._closed.consts, outputs, *others)[0]
+        return eval_jaxpr(self._closed.jaxpr, self._closed.consts, outputs, *others)[0]
 
     def _inputs(self, n: int, outputs: Any, others: Sequence[Any]) -> tuple[Any, Callable[[Any], Any]]:
         """Return the shape and dtype of the inputs of a logsumexp, and the transpose of their linear part."""

@@ -9,7 +9,6 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
 
 from .._convolutions.in_scans import with_scannable_gradients
 from .._core.arguments import (
@@ -25,7 +24,7 @@ from .._core.arguments import (
     resolve_argnums,
     wrap_like,
 )
-from .._core.compat import varying, varying_axes
+from .._core.compat import jaxpr_as_fun, varying, varying_axes
 from .._core.target import platform
 from .._core.weak_types import weak_like
 from .._models.mutation import call_purely, update, with_changes

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._core.arguments import check_callable, check_count, describe
+from .._core.compat import devices_of_topology, memory_of
 from .._core.memory import in_words
 from .._core.target import compiling_for
 from .._models.hashable import HashablePytree, Opaque
@@ -219,7 +220,7 @@ def compile_for(
             if isinstance(leaf, _ARRAYS)
         ]
         shapes = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+            jax.ShapeDtypeStruct(x.shape, jax.typeof(x).dtype, sharding=sharding)
             for x, sharding in zip(arrays, placed, strict=True)
         ]
         lowered = jax.jit(call).lower(Opaque(shapes, rest.join))
@@ -265,13 +266,11 @@ def _devices_of(target: str) -> list[Any]:
         if not _has_tpu_compiler():
             message = f"compile_for: {target} needs the TPU compiler; install it with pip install 'plurax[tpu]'."
             raise ModuleNotFoundError(message)
-        from jax.experimental import topologies
-
         # Do not look for a TPU of this machine, nor for other processes that use it.
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
         try:
-            return list(topologies.get_topology_desc(target, "tpu").devices)
+            return devices_of_topology(target, "tpu")
         except Exception as error:  # the compiler knows which topologies exist
             first = str(error).splitlines()[0]
             raise ValueError(f"compile_for: the TPU compiler refuses target={target!r}: {first}") from error
@@ -310,7 +309,7 @@ def _mesh_of(devices: Sequence[Any], target: str, mesh: Any) -> Mesh:
 
 def report_of(target: str, devices: int, compiled: Any, chip: _Chip | None) -> CompileReport:
     """Return the report of a compiled program."""
-    analysis = compiled.memory_analysis()
+    analysis = memory_of(compiled)
     program = HloProgram(compiled.as_text())
     operations: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     collectives: dict[str, list[int]] = defaultdict(lambda: [0, 0])

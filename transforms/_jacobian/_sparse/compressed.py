@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._calls.call import Call, check_output
+from ..._core.compat import sparse_matrix
 from ..dense import DENSE, check_real, map_slices, sharded_like, sizes_of, unsharded
 from ..mode import Compute, Evaluator, ModeChoice, dense_evaluator, output_shapes, refused_modes
 from .coloring import Coloring, coloring_of, cost, symmetric_coloring_of
@@ -101,8 +102,6 @@ def _sparse(
     chunk_size: int | None,
 ) -> tuple[Any, list[list[Any]], Any]:
     """Return the same as `by_columns`, with a `BCOO` in place of each array."""
-    from jax.experimental.sparse import BCOO
-
     out, entries, rest = entries_of(api, call, chunk_size)
     outputs, inputs = jax.tree.leaves(out), jax.tree.leaves(call.primals)
     if check is not None:
@@ -114,9 +113,7 @@ def _sparse(
         full = 0 < len(data) == math.prod(shape)
         flat = jnp.arange(len(data)) if full else rows * jnp.size(inputs[i]) + cols
         indices = flat[:, None] // strides_of(shape) % np.array(shape, np.int64)
-        blocks[j].append(
-            BCOO((data, jnp.asarray(indices, np.int32)), shape=shape, indices_sorted=True, unique_indices=True)
-        )
+        blocks[j].append(sparse_matrix(data, jnp.asarray(indices, np.int32), shape))
     return out, blocks, rest
 
 

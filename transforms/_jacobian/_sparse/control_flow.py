@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn
 
-from ..._core.compat import scan_counts
+from ..._core.compat import Jaxpr, JaxprEqn, scan_counts
 from ..._core.jaxpr import aval
 from .index_sets import UNKNOWN, is_set, known, matrix_at, part_of, places_of, rows_of, stacked, unit_sets, united
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn
 
-from ..._core.compat import Tracer
+from ..._core.compat import Jaxpr, JaxprEqn, Tracer
 from ..._core.jaxpr import CALLS, IDENTITIES, aval, called, evaluate, holds_refs, interpret, with_inner
 from .control_flow import Run, branched, repeated, scanned
 from .fallback_rules import program_of
@@ -25,7 +24,7 @@ from .indexing import evaluated_partly, may_be_partly_known
 from .primitive_rules import sets_of_results
 
 # Primitives whose results differ between platforms, devices or runs, and so are never known.
-_ELSEWHERE = frozenset({"platform_index", "rng_bit_generator", "rng_uniform", "shard_map"})
+_ELSEWHERE = frozenset({"empty", "platform_index", "rng_bit_generator", "rng_uniform", "shard_map"})
 _CONTROL_FLOW = {"cond": branched, "scan": scanned, "while": repeated}
 
 

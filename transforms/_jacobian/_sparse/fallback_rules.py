@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import jax
-from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from ..._core.compat import sparse_product
+from ..._core.compat import ClosedJaxpr, JaxprEqn, sparse_product
 from ..._core.jaxpr import CALLS, aval, with_inner
 
 

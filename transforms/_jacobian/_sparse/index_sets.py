@@ -13,9 +13,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.extend.core import JaxprEqn
 
-from ..._core.compat import Tracer
+from ..._core.compat import JaxprEqn, Tracer
 from ..._core.jaxpr import aval
 from ..._core.prng import is_key
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn
 
+from ..._core.compat import JaxprEqn
 from ..._core.jaxpr import ELEMENTWISE, aval, evaluate
 from .index_sets import PartlyKnown, cells_of, grouped, is_set, matrix_at, partly_known, take, united
 

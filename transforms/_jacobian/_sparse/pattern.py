@@ -13,8 +13,8 @@ import numpy as np
 
 from ..._calls.call import Call
 from ..._core.arguments import describe
-from ..._core.compat import NeedsValues, Tracer
-from ..._core.jaxpr import with_inner
+from ..._core.compat import NeedsValues, Tracer, is_of_jax
+from ..._core.jaxpr import CUSTOM, with_inner
 from ..dense import sizes_of
 from ..mode import product_in
 
@@ -224,4 +224,4 @@ def has_symmetric_hessian(call: Call) -> bool:
         closed = jax.make_jaxpr(lambda *primals: call(*primals)[0])(*call.primals)
     except NeedsValues:
         return False
-    return not any(eqn.primitive.name.startswith(("custom_jvp", "custom_vjp")) for eqn in with_inner(closed.jaxpr.eqns))
+    return not any(eqn.primitive.name in CUSTOM and not is_of_jax(eqn) for eqn in with_inner(closed.jaxpr.eqns))

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn
 
+from ..._core.compat import JaxprEqn
 from ..._core.jaxpr import ELEMENTWISE, IDENTITIES, aval, evaluate
 from .index_sets import grouped, is_set, known, matrix_at, mixed, places_of, stacked, take, united
 from .indexing import PLACED, gathered, scattered, sliced, updated

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import JaxprEqn
 
+from ..._core.compat import JaxprEqn
 from ..._core.jaxpr import aval
 from .index_sets import is_set, known, matrix_at, mixed, places_of, united
 

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.random import define_prng_impl
 
+from ..._core.compat import key_implementation
 from ..._core.prng import is_key
 from .accounting import Ledger
 
@@ -135,7 +135,7 @@ def _block(k0: Any, k1: Any, x0: Any, x1: Any) -> tuple[Any, Any]:
 @cache
 def _unrolled() -> Any:
     """Return a threefry key implementation whose bits come from `_random_bits`; defined on first use."""
-    return define_prng_impl(
+    return key_implementation(
         key_shape=(2,),
         seed=lambda seed: jax.random.key_data(jax.random.key(seed, impl=_THREEFRY)),
         split=lambda key, shape: jax.random.key_data(jax.random.split(_threefry(key), shape)),

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from ..._core.arguments import check_count, check_number
 from ..._core.axes import broadcast_axes
-from ..._core.compat import Tracer
+from ..._core.compat import Tracer, setting
 from ..._models.split_model import to_pure
 
 
@@ -185,7 +185,7 @@ def check_grid(api: str, grid_scale: Any, clipping: ClipNorms, normalize_by: flo
     }
     if wrong := [name for name, is_given in given.items() if is_given]:
         raise ValueError(f"{api}: grid_scale gives sums of integers, without {' or '.join(wrong)}; omit it.")
-    if not jax.config.values["jax_enable_x64"]:
+    if not setting("jax_enable_x64"):
         raise ValueError(f"{api}: grid_scale needs 64-bit integers; call it with jax.enable_x64(True).")
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
 from ..._calls.call import Call
@@ -24,7 +23,7 @@ from ..._core.arguments import (
     leaf_name,
     resolve_argnums,
 )
-from ..._core.compat import one_of, varying, varying_axes
+from ..._core.compat import JaxprEqn, one_of, varying, varying_axes
 from ..._core.jaxpr import aval, bodies, holds_refs, with_inner
 from ..._grad import scalar_seed
 from ..._models.hashable import Opaque

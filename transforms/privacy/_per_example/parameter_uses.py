@@ -14,9 +14,8 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from ..._core.compat import scan_counts
+from ..._core.compat import ClosedJaxpr, JaxprEqn, scan_counts
 from ..._core.jaxpr import REMAT, aval, evaluate, interpret, with_inner
 
 

@@ -14,9 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn
 
-from ..._core.compat import scan_counts, varying, varying_axes
+from ..._core.compat import JaxprEqn, scan_counts, varying, varying_axes
 from ..._core.jaxpr import REMAT, aval, evaluate, interpret
 from .in_backward import InBackward
 from .parameter_uses import UsePlan, of_each, rearrange

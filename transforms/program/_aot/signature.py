@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import re
 import uuid
@@ -14,10 +13,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.mlir import ir, passmanager
 from jax.sharding import Mesh
 
-from ..._core.compat import Jitted, lowered_for
+from ..._core.compat import Jitted, code_of, lowered_for
 from ..._models.mutation import call_purely
 from ..._models.split_model import split_tree, splits_of
 from .call_structure import described, nodes, without_addresses, written
@@ -69,7 +67,7 @@ class CallSignature:
         # Keep all arguments, since the code of a program does not show which of them were dropped.
         traced = jax.jit(program, donate_argnums=donated, keep_unused=True).trace(*self.leaves)
         lowered = traced.lower()
-        code = _code(lowered.compiler_ir()).replace(tag.encode(), b"")
+        code = code_of(lowered).replace(tag.encode(), b"")
         # The code has all constants, but it shows neither weakly typed results nor devices.
         types = [str(x) for x in jax.tree.leaves(traced.out_info)]
         identity = [hashlib.sha256(code).hexdigest(), types, [device.id for device in lowered_for(lowered)]]
@@ -145,15 +143,6 @@ def abstract(x: Any) -> Any:
     # Key arrays have no layout.
     sharding = getattr(x, "format", x.sharding) if isinstance(x, jax.Array) and x.committed else None
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type, sharding=sharding)
-
-
-def _code(module: ir.Module) -> bytes:
-    """Return a program as bytecode, which takes a third of the time of its text, without the lines it comes from."""
-    with module.context:
-        code, copy = io.BytesIO(), module.operation.clone()
-        passmanager.PassManager.parse("builtin.module(strip-debuginfo)").run(copy)
-    copy.write_bytecode(code)
-    return code.getvalue()
 
 
 def digest(value: Any) -> str:

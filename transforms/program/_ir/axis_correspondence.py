@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from jax.extend.core import JaxprEqn
 
+from ..._core.compat import JaxprEqn
 from ..._core.jaxpr import aval
 
 # Operations that keep all elements in their order.

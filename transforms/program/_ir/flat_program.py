@@ -10,14 +10,12 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn
 
-from ..._core.compat import scan_counts
-from ..._core.jaxpr import CALLS, ELEMENTWISE, aval, called, evaluate, interpret
+from ..._core.compat import Jaxpr, JaxprEqn, scan_counts
+from ..._core.jaxpr import CALLS, CUSTOM, ELEMENTWISE, aval, called, evaluate, interpret
 from .axis_correspondence import correspondence
 
 # Calls that are not inlined, because their derivative rule would be lost.
-_CLOSED = frozenset({"custom_jvp_call", "custom_vjp_call"})
 ROOTS = frozenset({"sqrt", "rsqrt", "pow"})
 
 
@@ -117,7 +115,7 @@ def _visit(nodes: list[Node], scope: Any, eqn: JaxprEqn, values: list[Value]) ->
     if scope is not None:
         source = source.replace(name_stack=scope + source.name_stack)
     name = eqn.primitive.name
-    if name in CALLS and name not in _CLOSED:
+    if name in CALLS and name not in CUSTOM:
         # The scopes of the operations of a called function are relative to the call.
         return interpret(*called(eqn), values, partial(_visit, nodes, source.name_stack), _constant)
     node = Node(eqn.replace(source_info=source), list(values))

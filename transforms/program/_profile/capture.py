@@ -14,10 +14,9 @@ from typing import Any
 
 import jax
 import jaxlib
-from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..._core.arguments import check_count
-from ..._core.compat import scan_counts
+from ..._core.compat import Jaxpr, JaxprEqn, scan_counts
 from ..._core.jaxpr import CALLS, bodies, called
 from ..._core.machine import cores, processor
 from ..._runs.atomic_write import write_atomically

@@ -11,9 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from ..._core.compat import scan_counts
+from ..._core.compat import ClosedJaxpr, JaxprEqn, scan_counts
 from ..._core.jaxpr import CALLS, aval, called, evaluate, interpret
 from ..._core.source_lines import source_of
 from .._ir.cost import flops

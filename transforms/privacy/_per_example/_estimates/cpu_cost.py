@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn
 
 from ...._convolutions.as_products import largest_copies
 from ...._convolutions.convolution import Convolution
+from ...._core.compat import Jaxpr, JaxprEqn
 from ...._core.jaxpr import aval, bodies
 from ..loss import ExampleProgram
 from ..parameter_uses import ParameterUse

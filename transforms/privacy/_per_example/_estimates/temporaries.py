@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Literal
 
+from ...._core.compat import JaxprEqn, Literal
 from ...._core.jaxpr import ELEMENTWISE, REMAT, aval, evaluate, interpret
 from ..in_backward import InBackward
 from ..loss import ExampleProgram
