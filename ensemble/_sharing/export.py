@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import export as jax_export
 from jax import lax

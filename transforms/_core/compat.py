@@ -59,6 +59,22 @@ def fragile(surface: str) -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def fragile_parameters(eqn: JaxprEqn) -> Iterator[None]:
+    """As `fragile`, for code of ours that reads the parameters of an operation."""
+    try:
+        yield
+    except KeyError as error:
+        frame = error.__traceback__
+        while frame is not None and frame.tb_next is not None:
+            frame = frame.tb_next
+        ours = frame is not None and frame.tb_frame.f_globals.get("__name__", "").startswith("plurax.")
+        if not ours or error.args[0] in eqn.params:
+            raise
+        with fragile(f"the parameter `{error.args[0]}` of `{eqn.primitive.name}`"):
+            raise
+
+
 # The class of functions under `jax.jit`, which has no public name.
 Jitted: Any = type(jax.jit(len))
 

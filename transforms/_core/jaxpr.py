@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from .compat import Jaxpr, JaxprEqn, Literal, at_source, expanded
+from .compat import Jaxpr, JaxprEqn, Literal, at_source, expanded, fragile_parameters
 
 # The name of `jax.checkpoint` in a program, by version.
 REMAT = frozenset({"checkpoint", "remat2"})
@@ -65,7 +65,8 @@ def interpret(
         return constant(x.val) if isinstance(x, Literal) else known[x]
 
     for eqn in jaxpr.eqns:
-        known |= zip(eqn.outvars, visit(eqn, [read(x) for x in eqn.invars]), strict=True)
+        with fragile_parameters(eqn):
+            known |= zip(eqn.outvars, visit(eqn, [read(x) for x in eqn.invars]), strict=True)
     return [read(x) for x in jaxpr.outvars]
 
 
