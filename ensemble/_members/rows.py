@@ -19,7 +19,7 @@ from .sharding import ENSEMBLE, Layout, constrain, move, within
 
 def member_index(api: str, i: Any, size: int) -> int:
     """Return the index of a member, with negative ones counted from the end; raise if it is out of range."""
-    if isinstance(i, bool) or not hasattr(type(i), "__index__"):
+    if isinstance(i, (bool, np.bool_)) or not hasattr(type(i), "__index__"):
         raise TypeError(f"{api}: the index of a member must be an int, but got {describe(i)}.")
     if not -size <= operator.index(i) < size:
         raise IndexError(f"{api}: member {i} is out of range for an ensemble of {size}.")
