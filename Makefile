@@ -13,13 +13,14 @@ BENCHMARKS := $(filter-out benchmarks/_% benchmarks/render.py benchmarks/acceler
 PYTEST := $(BIN)/pytest --numprocesses auto --dist loadgroup
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo examples guides test test-all lint types docs serve accelerators bench bench-mindspore bench-smoke fuzz release clean
+.PHONY: help demo examples guides test test-all smoke-newest smoke-oldest lint types docs serve accelerators bench bench-mindspore bench-smoke fuzz release clean
 
 help:
 	@echo "make demo         train an ensemble on the digits         (ARGS=...)"
 	@echo "make examples     run all into the pages that show them   (ARGS=\"maxwell laplacian\")"
 	@echo "make test         the tests, in some minutes               (PYTEST_ARGS=...)"
 	@echo "make test-all     every test"
+	@echo "make smoke-newest tests on Python 3.13 with the newest libraries; smoke-oldest: Python 3.11, the oldest ones"
 	@echo "make lint         style and formatting, nothing is changed"
 	@echo "make types        types of an installed copy and of the tests"
 	@echo "make guides       run the guides' code, and show its output in them (ARGS=\"start sparse\")"
@@ -61,6 +62,9 @@ OPTIMIZED = $(if $(PYTEST_ARGS),,$(shell grep -rlw optimized --include='test_*.p
 test test-all: $(READY)
 	@$(if $(QUICK),,XLA_FLAGS=) $(PYTEST) $(FEW) $(if $(QUICK),-m "$(AND) not optimized") $(PYTEST_ARGS) || test $$? = 5
 	@$(if $(QUICK),XLA_FLAGS= $(PYTEST) $(FEW) -m "$(AND) optimized" $(PYTEST_ARGS) $(OPTIMIZED) || test $$? = 5)
+
+smoke-newest smoke-oldest: smoke-%:
+	@$(PYTHON) tests/smoke.py $*
 
 lint: $(READY)
 	@$(BIN)/ruff check

@@ -45,7 +45,7 @@ def build_wheel(source: Path, folder: Path) -> Path:
 def copy_tree(folder: Path) -> Path:
     """Copy the tree: a build leaves files behind, and picks up leftover ones."""
     unwanted = shutil.ignore_patterns(
-        ".git", ".*_cache", ".venv", ".hypothesis", "build", "dist", "*.egg-info", "__pycache__"
+        ".git", ".*_cache", ".venv*", ".hypothesis", "build", "dist", "*.egg-info", "__pycache__"
     )
     return shutil.copytree(ROOT, folder, ignore=unwanted)
 

@@ -285,6 +285,7 @@ def test_workers_come_and_go(undisturbed: Any, tmp_path: Path) -> None:
     assert_equal(load(tmp_path / "result", members([*range(SIZE)])), undisturbed[0])
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

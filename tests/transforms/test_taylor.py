@@ -17,6 +17,8 @@ from jax import lax
 from plurax.transforms import _taylor as taylor
 from plurax.transforms import derivative, vmap
 
+pytestmark = pytest.mark.smoke
+
 X = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
 POINTS = np.array([-30.0, -2.0, -1.0, -0.5, -1e-8, 0.0, 1e-8, 1e-3, 0.3, 1.0, 2.0, 3.7, 30.0])
 

@@ -13,6 +13,8 @@ from plurax.ensemble import Ensemble, Execution, Trainer
 from plurax.ensemble._members.strategy import by_rule
 from plurax.transforms._core.target import compiling_for
 
+pytestmark = pytest.mark.smoke
+
 
 class Net(nnx.Module):
     """A convolution and a layer."""

@@ -19,6 +19,8 @@ from flax import nnx
 
 from plurax.ensemble import Ensemble
 
+pytestmark = pytest.mark.smoke
+
 # For each name: the model, and the seed or the kind of key.
 WAYS = {
     "0": ("Stateful", 0),

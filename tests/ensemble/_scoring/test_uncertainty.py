@@ -11,6 +11,8 @@ from sklearn.metrics import roc_auc_score
 
 from plurax.ensemble import Ensemble, metrics
 
+pytestmark = pytest.mark.smoke
+
 GENERATOR = np.random.default_rng(3)
 P = GENERATOR.dirichlet([0.4, 1.0, 0.7, 0.5], size=(5, 60)).astype(np.float32)
 LABELS = GENERATOR.integers(0, 4, 60)

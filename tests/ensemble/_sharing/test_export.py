@@ -17,6 +17,8 @@ from flax import nnx
 from plurax.ensemble import Committee, Ensemble, export, load_exported
 from plurax.transforms.modules import Base, batch_ensemble
 
+pytestmark = pytest.mark.smoke
+
 RNG = np.random.default_rng(0)
 X, IMAGES = RNG.normal(size=(5, 4)).astype(np.float32), RNG.normal(size=(3, 6, 6, 2)).astype(np.float32)
 HERE = ("cpu",)

@@ -16,6 +16,8 @@ from plurax.ensemble._members.strategy import Execution
 from plurax.ensemble._step.update_where import update_where
 from plurax.transforms._core.prng import is_key
 
+pytestmark = pytest.mark.smoke
+
 OPTIMIZERS = {
     "sgd": optax.sgd(0.1),
     "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),

@@ -269,6 +269,7 @@ def test_the_data_is_stored_once():
     assert batches._data is data
 
 
+@pytest.mark.smoke
 def test_members_train_on_their_own_batches_and_resume(tmp_path, assert_same):
     trainer = Trainer(
         lambda model, b: jnp.mean((model(b["x"])[:, 0] - b["y"]) ** 2), optax.adam(0.01), in_axes=0, strategy="vmap"

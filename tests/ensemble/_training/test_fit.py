@@ -47,6 +47,7 @@ def test_fit_takes_a_step_for_each_batch(trainer, ens, make_batches, assert_same
     assert int(fitted.step) == 4
 
 
+@pytest.mark.smoke
 def test_the_history_is_a_tidy_table(trainer, ens, make_batches):
     _, history = trainer.fit(trainer.init(ens), make_batches(4), progress=False)
     table = pd.DataFrame(history)
@@ -173,6 +174,7 @@ def test_the_programs_own_handler_stays(trainer, ens, make_batches):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.mark.smoke
 @pytest.mark.optimized
 @pytest.mark.slow
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from plurax.ensemble import Batches, Ensemble, Trainer
 from plurax.transforms import value_and_grad
 from plurax.transforms._runs import identity
 
+pytestmark = pytest.mark.smoke
+
 X = np.sin(np.arange(60.0)).reshape(20, 3).astype(np.float32)
 Y = np.cos(np.arange(20.0)).astype(np.float32)
 ORDER = np.roll(np.arange(20), 1)

@@ -234,6 +234,7 @@ def test_members_do_not_depend_on_how_many_there_are(
     assert_same(one.ensemble[0], whole.ensemble[2], tolerance=1e-6)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("strategy", "kind"), KINDS)
 def test_a_member_of_nans_leaves_the_others_as_they_were(
     request, kind, create, cross_entropy, make_batches, assert_same, leaves, strategy

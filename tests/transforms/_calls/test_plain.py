@@ -12,6 +12,8 @@ from plurax import transforms
 from plurax.transforms import _linear, _vmap, jacfwd, jvp, linearize, vjp, vmap
 from plurax.transforms._calls.plain import are_tangents, plain_arrays, plain_size
 
+pytestmark = pytest.mark.smoke
+
 X = jnp.linspace(-1.0, 2.0, 12).reshape(3, 4)
 
 

@@ -16,6 +16,8 @@ from jax import lax
 from plurax.transforms._convolutions.as_products import convolutions_as_products, has_convolution
 from plurax.transforms._convolutions.in_scans import with_scannable_gradients
 
+pytestmark = pytest.mark.smoke
+
 
 def normal(seed: int, shape: tuple[int, ...], dtype: Any = np.float32) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)

@@ -27,6 +27,8 @@ from plurax.transforms import (
 )
 from plurax.transforms._core import memory as budgets
 
+pytestmark = pytest.mark.smoke
+
 W = np.sin(np.arange(96.0 * 64)).reshape(96, 64).astype(np.float32)
 X = np.cos(np.arange(64.0)).astype(np.float32)
 

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from plurax.transforms import gnvp, grad, hvp, value_grad_and_hvp, vhp, vmap
 
+pytestmark = pytest.mark.smoke
+
 X = np.array([0.5, -1.0, 2.0], np.float32)
 V = np.array([1.0, 0.5, -2.0], np.float32)
 Y = np.array([[1.0, -0.5], [2.0, 0.25], [0.5, 1.5]], np.float32)

@@ -13,6 +13,8 @@ from flax import nnx
 
 from plurax.transforms import hessian
 
+pytestmark = pytest.mark.smoke
+
 X = np.array([0.5, -1.0, 2.0], np.float32)
 Y = np.array([[1.0, -0.5], [2.0, 0.25], [0.5, 1.5]], np.float32)
 MODES = ["auto", "fwd_rev", "rev_rev", "fwd_fwd", "rev_fwd"]

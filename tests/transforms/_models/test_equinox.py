@@ -27,6 +27,8 @@ from plurax.transforms import (
 from plurax.transforms._models.equinox import differentiated, held, released
 from plurax.transforms.privacy import DPSGD
 
+pytestmark = pytest.mark.smoke
+
 X = np.sin(np.arange(20.0, dtype=np.float32)).reshape(5, 4)
 Y = np.cos(np.arange(10.0, dtype=np.float32)).reshape(5, 2)
 BATCHED: dict[str, Any] = {"batch_argnums": (1, 2)}

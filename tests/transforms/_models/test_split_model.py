@@ -20,6 +20,8 @@ from plurax.transforms import grad, vmap
 from plurax.transforms._models.mutation import passing_through
 from plurax.transforms._models.split_model import by_value, is_model, is_module, named_arrays, split, split_tree
 
+pytestmark = pytest.mark.smoke
+
 WITHOUT_FLAX = """
 import sys, jax.numpy as jnp
 from plurax.transforms import grad, vmap

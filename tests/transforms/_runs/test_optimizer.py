@@ -12,6 +12,8 @@ import pytest
 
 from plurax.transforms._runs.optimizer import as_transform, check_opt_state
 
+pytestmark = pytest.mark.smoke
+
 PARAMS = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.array([0.5, -1.0, 2.0])}
 
 

@@ -16,6 +16,8 @@ from plurax.transforms.privacy._per_example.gradient_forms import OuterProduct
 
 from .test_gram import batch, loss, parameters, rows_of
 
+pytestmark = pytest.mark.smoke
+
 OPTIONS: Any = {"batch_argnums": (1, 2)}
 
 

@@ -15,6 +15,8 @@ from jax.flatten_util import ravel_pytree
 
 from plurax.transforms.curvature import ggn_diagonal
 
+pytestmark = pytest.mark.smoke
+
 N = 5
 
 

@@ -19,6 +19,8 @@ from plurax.transforms.curvature._laplace import spectrum
 
 from .test_diagonal import MODELS, N, cross_entropy, dense, labels, matrix, normal, perceptron
 
+pytestmark = pytest.mark.smoke
+
 STRUCTURES: Any = ["kfac", "ekfac", "diagonal", "full", "ggn_lanczos"]
 PRIOR = 0.7
 

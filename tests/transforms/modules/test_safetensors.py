@@ -12,6 +12,8 @@ from plurax.transforms._runs.processes import Damaged
 from plurax.transforms.modules import _safetensors, load_params, save_params
 from plurax.transforms.modules._safetensors import read_array, reading, write
 
+pytestmark = pytest.mark.smoke
+
 GENERATOR = np.random.default_rng(0)
 ARRAYS: dict[str, Any] = {
     "net.kernel": GENERATOR.normal(size=(3, 5)).astype(np.float32),

@@ -20,7 +20,10 @@ from jax_privacy.experimental import execution_plan
 
 from plurax.transforms import clipped_grad, privacy
 
-pytestmark = pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated:DeprecationWarning")  # in jax-privacy
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated:DeprecationWarning"),  # in jax-privacy
+    pytest.mark.smoke,
+]
 
 METHODS = ("vmap", "ghost", "book_keeping")
 RELATIONS = list(dp_accounting.NeighboringRelation)

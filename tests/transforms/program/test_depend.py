@@ -6,8 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from plurax.transforms.program import depend
+
+pytestmark = pytest.mark.smoke
 
 
 def compiled(fun: Callable[..., Any], *args: Any) -> str:

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from plurax.transforms._jacobian._sparse import greedy
 from plurax.transforms._jacobian._sparse.greedy import column_colors, star_colors
 
+pytestmark = pytest.mark.smoke
+
 
 @st.composite
 def matrices(draw: Any, square: bool = False) -> np.ndarray:

@@ -303,6 +303,7 @@ def test_products_with_the_result() -> None:
 # ---- Choice of products
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("fun", "mode", "colors"),
     [

@@ -155,6 +155,7 @@ def test_progress_shows_what_is_spent(dp: DPSGD, state: Any, capsys: Any) -> Non
     assert f"Stopped after step 7: one more would exceed ε = {dp.epsilon(7)}." in printed.out + printed.err
 
 
+@pytest.mark.smoke
 @pytest.mark.slow
 @pytest.mark.parametrize("members", [None, 2])
 def test_interrupted_and_resumed_equals_uninterrupted_to_the_bit(tmp_path: Any, members: Any) -> None:
@@ -314,6 +315,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Any, dp: DPSGD, stat
         dp.load(tmp_path / "a", like)
 
 
+@pytest.mark.smoke
 def test_foreign_checkpoints_are_refused(tmp_path: Any, dp: DPSGD, state: Any) -> None:
     ensemble = Ensemble.create(network, 2, seed=0)
     trainer = Trainer(loss, optax.adam(1e-2))

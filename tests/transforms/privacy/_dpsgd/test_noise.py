@@ -11,6 +11,8 @@ from plurax.transforms.privacy._dpsgd import noise as _noise
 from plurax.transforms.privacy._dpsgd.accounting import Ledger
 from plurax.transforms.privacy._dpsgd.noise import add_noise, privatizer
 
+pytestmark = pytest.mark.smoke
+
 SHAPES = {"kernel": (7, 5), "bias": (5,), "scale": (), "none": (0, 3), "one": (1, 1)}
 
 

@@ -19,6 +19,8 @@ from flax import nnx
 from plurax.ensemble import Ensemble, Trainer
 from plurax.transforms import clipped_grad, per_sample_grad, per_sample_norm, value_and_grad, vmap
 
+pytestmark = pytest.mark.smoke
+
 METHODS = pytest.mark.parametrize("method", ["auto", "vmap", "ghost", "book_keeping"])
 X = np.sin(np.arange(24.0)).reshape(6, 4).astype(np.float32)
 Y = np.array([0, 2, 1, 1, 0, 2])

@@ -7,6 +7,8 @@ import pytest
 
 from plurax.transforms import clipped_grad
 
+pytestmark = pytest.mark.smoke
+
 generator = np.random.default_rng(0)
 X = generator.normal(size=(6, 8, 9, 2)).astype(np.float32)
 Y = generator.normal(size=(6, 3)).astype(np.float32)

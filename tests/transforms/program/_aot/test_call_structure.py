@@ -15,6 +15,8 @@ from flax import nnx
 from plurax.transforms._models.split_model import split_tree
 from plurax.transforms.program._aot.call_structure import described, nodes, read, written
 
+pytestmark = pytest.mark.smoke
+
 
 def scaled(factor: Any) -> Any:
     return lambda x: x * factor

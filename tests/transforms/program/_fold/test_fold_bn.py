@@ -227,6 +227,7 @@ def in_functions(features: int, train: bool = False) -> tuple[Callable[..., Any]
 LIBRARIES = [in_nnx, in_linen, in_equinox, in_functions]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("features", [1, 3])
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_all_norms_of_the_tutorial_fold(library: Callable[..., Any], features: int) -> None:

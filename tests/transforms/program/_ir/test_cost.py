@@ -11,6 +11,8 @@ from jax import lax
 from plurax.transforms.program._ir.cost import flops, memory
 from plurax.transforms.program._ir.hlo import HloProgram
 
+pytestmark = pytest.mark.smoke
+
 
 def program_of(fun: Callable[..., Any], *args: Any) -> HloProgram:
     """Return the program as lowered, before XLA's optimizations."""

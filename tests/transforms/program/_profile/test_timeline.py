@@ -8,6 +8,8 @@ import pytest
 from plurax.transforms.program._ir.hlo import HloProgram
 from plurax.transforms.program._profile.timeline import _MARK, _events, _timeline
 
+pytestmark = pytest.mark.smoke
+
 PROGRAM = HloProgram("""HloModule jit_f
 
 %body (p: f32[8]) -> f32[8] {
