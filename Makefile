@@ -1,8 +1,12 @@
 # The one door. Needs Python 3.11 or newer, make, and on the first run a network.
 PYTHON ?= python3
 ARGS ?=
+# More requirements of the environment, such as WITH='jax==0.11.2' or WITH='--constraint constraints-oldest.txt'.
+WITH ?=
 PORT ?= 8000
 PYTEST_ARGS ?=
+# More requirements of the environment, such as WITH='jax==0.11.2' or WITH='--constraint constraints-oldest.txt'.
+WITH ?=
 
 BIN := .venv/bin
 comma := ,
@@ -37,7 +41,7 @@ $(READY): pyproject.toml
 	but $(PYTHON) is %d.%d; try: make PYTHON=/path/to/python3.11" % sys.version_info[:2])'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
 	@echo "installing plurax and its tools into .venv (minutes the first time)"
-	@$(INSTALL) --editable '.[dev,examples,plot]'
+	@$(INSTALL) --editable '.[dev,examples,plot]' $(WITH)
 	@touch $@
 
 demo: $(READY)

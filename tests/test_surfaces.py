@@ -239,7 +239,7 @@ def test_an_error_of_a_newer_version_says_so(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(KeyError), compat.fragile("a name"):
         raise KeyError("name")
     monkeypatch.setattr(compat, "NEWEST_TESTED", (0, 9))
-    ending = rf"tested with is 0\.9, and this is {re.escape(jax.__version__)}: install .* report this at https://\S+$"
+    ending = rf"tested with is 0\.9, and this is {re.escape(jax.__version__)}. Please report this at https://\S+$"
     match = rf"^a name has changed in JAX \(KeyError: 'name'\)\. .* {ending}"
     with pytest.raises(RuntimeError, match=match), compat.fragile("a name"):
         raise KeyError("name")

@@ -54,7 +54,7 @@ def fragile(surface: str) -> Iterator[None]:
         tested = ".".join(map(str, NEWEST_TESTED))
         raise RuntimeError(
             f"{surface} has changed in JAX ({type(error).__name__}: {error}). The newest JAX that Plurax is tested "
-            f"with is {tested}, and this is {jax.__version__}: install an earlier one, or report this at "
+            f"with is {tested}, and this is {jax.__version__}. Please report this at "
             "https://github.com/plurax/plurax/issues."
         ) from error
 
