@@ -50,7 +50,7 @@ def environment(name: str, python: str) -> Path:
     if not stamp.exists() or stamp.read_text() != needs:
         print(f"installing plurax and its tools into {folder.name} (minutes the first time)", flush=True)
         subprocess.run([python, "-m", "venv", "--clear", folder], check=True)
-        pip = [own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        pip = [str(own), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         subprocess.run([*pip, *OPTIONS[name], "--editable", ".[test,plot]"], cwd=ROOT, check=True)
         stamp.write_text(needs)
     return own
@@ -65,7 +65,7 @@ def main(name: str) -> int:
     own = environment(name, python)
     show = f"from importlib.metadata import version; print(*(f'{{x}} {{version(x)}}' for x in {SHOWN}), sep=', ')"
     print(f"smoke-{name}: Python {PYTHONS[name]}, {_output(str(own), '-c', show)}", flush=True)
-    pytest = [own, "-m", "pytest", "--quiet", "--numprocesses", "auto", "--dist", "loadgroup", "--cases", "1"]
+    pytest = [str(own), "-m", "pytest", "--quiet", "--numprocesses", "auto", "--dist", "loadgroup", "--cases", "1"]
     return subprocess.run([*pytest, "-m", "smoke and not optimized"], cwd=ROOT, check=False).returncode
 
 

@@ -114,7 +114,7 @@ def test_a_missing_parameter_or_primitive_is_named() -> None:
 
 def read_parameters(source: str) -> set[str]:
     """Return the constant names that code reads from the parameters of operations."""
-    found = set()
+    found = set[str]()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Subscript):
             owner, key = node.value, node.slice
@@ -128,7 +128,7 @@ def read_parameters(source: str) -> set[str]:
         else:
             continue
         if ast.unparse(owner).split(".")[-1] == "params" and isinstance(key, ast.Constant):
-            found.add(key.value)
+            found.add(str(key.value))
     return found
 
 
@@ -232,7 +232,8 @@ def test_private_attributes_are_there() -> None:
     assert jax.lax.mul_p in compat.jet_rules(), "`jax.experimental.jet`"
     compiled = lowered.compile()
     compat.Dispatched(compiled, (LINE,), {}, jax.tree.structure(0))
-    assert compat.loaded(compat.serialized(compiled), *map(jax.tree.structure, (((LINE,), {}), 0)), jax.devices()[:1])
+    trees = jax.tree.structure(((LINE,), {})), jax.tree.structure(0)
+    assert compat.loaded(compat.serialized(compiled), *trees, devices=jax.devices()[:1])
 
 
 def test_an_error_of_a_newer_version_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +247,7 @@ def test_an_error_of_a_newer_version_says_so(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(RuntimeError, match=r"^the parameter `ft_in` of `sin` has changed in JAX"):
         jaxpr.interpret(*_parts(jnp.sin), [LINE], lambda eqn, values: compat.scan_counts(eqn.params))
     with pytest.raises(KeyError, match="of the caller"):
-        jaxpr.interpret(*_parts(jnp.sin), [LINE], lambda eqn, values: {}["of the caller"])
+        jaxpr.interpret(*_parts(jnp.sin), [LINE], lambda eqn, values: dict[str, Any]()["of the caller"])
 
 
 def _parts(fun: Callable[..., Any]) -> tuple[Any, Any]:

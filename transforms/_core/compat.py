@@ -238,7 +238,8 @@ def expanded(eqn: JaxprEqn) -> Any:
     with fragile("the parameter `_prim` of `call_hi_primitive`"):
         primitive = eqn.params["_prim"]
         tree, expand = primitive.in_tree, primitive.expand
-    shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype, weak_type=x.aval.weak_type) for x in eqn.invars]
+    avals: list[Any] = [x.aval for x in eqn.invars]
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in avals]
     return jax.make_jaxpr(lambda *args: expand(*jax.tree.unflatten(tree, args)))(*shapes)
 
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
-from plurax.transforms import vmap
+from plurax.transforms import jacfwd, jacrev, vmap
 
 X = np.sin(np.arange(35.0, dtype=np.float32)).reshape(5, 7)
 
@@ -239,3 +239,22 @@ def test_references_are_mapped_and_shared_in_chunks(chunk_size: int, transform: 
         return out, rows[...], both["half"][...]
 
     chex.assert_trees_all_close(of(functools.partial(vmap, chunk_size=chunk_size)), of(jax.vmap), rtol=1e-6)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 3, 5])
+def test_every_element_of_a_result_is_written(chunk_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`jnp.empty` holds zeros in jax 0.10, and what happens to be in memory from 0.11 on."""
+
+    def garbage(shape: Any, dtype: Any, **options: Any) -> jax.Array:
+        return jnp.full(shape, jnp.nan if jnp.issubdtype(dtype, jnp.inexact) else 77, dtype)
+
+    def fun(row: jax.Array) -> Any:
+        return {"a": row * 2, "b": (row.sum(), jnp.arange(3))}
+
+    expected = jax.vmap(fun, out_axes={"a": 1, "b": (0, -1)})(X)
+    monkeypatch.setattr(jnp, "empty", garbage)
+    assert_same(vmap(fun, out_axes={"a": 1, "b": (0, -1)}, chunk_size=chunk_size)(X), expected)
+    for transform, plain in ((jacrev, jax.jacrev), (jacfwd, jax.jacfwd)):
+        np.testing.assert_allclose(transform(jnp.sin, chunk_size=chunk_size)(X), plain(jnp.sin)(X), rtol=1e-6)
+    mapped = vmap(lambda row: jnp.sin(row).sum(), chunk_size=chunk_size)
+    np.testing.assert_allclose(jax.grad(lambda x: mapped(x).sum())(X), jnp.cos(X), rtol=1e-6)

@@ -25,11 +25,13 @@ def matrices(draw: Any, square: bool = False) -> np.ndarray:
 
 
 def colors_of(matrix: np.ndarray, rounds: int = 0) -> np.ndarray:
-    return column_colors(*np.nonzero(matrix), matrix.shape, rounds)
+    rows, cols = np.nonzero(matrix)
+    return column_colors(rows, cols, (matrix.shape[0], matrix.shape[1]), rounds)
 
 
 def star_of(matrix: np.ndarray) -> np.ndarray:
-    return star_colors(*np.nonzero(matrix | matrix.T), len(matrix))
+    rows, cols = np.nonzero(matrix | matrix.T)
+    return star_colors(rows, cols, len(matrix))
 
 
 def check_columns(matrix: np.ndarray, colors: np.ndarray) -> None:
@@ -140,5 +142,5 @@ def test_a_dense_row_among_many_sparse_ones_takes_little_memory_and_time() -> No
     rows, cols = np.divmod(np.unique(rows * size + cols), size)
     colors = column_colors(rows, cols, (size, size))
     assert colors.max() + 1 == size // 2
-    both = np.divmod(np.unique(np.concatenate([rows * size + cols, cols * size + rows])), size)
-    assert star_colors(*both, size).max() + 1 == 4
+    rows, cols = np.divmod(np.unique(np.concatenate([rows * size + cols, cols * size + rows])), size)
+    assert star_colors(rows, cols, size).max() + 1 == 4
