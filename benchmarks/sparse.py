@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-import asdex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +22,7 @@ from tqdm import tqdm
 
 from plurax.transforms import hessian, hessian_trace, hutchinson_trace, jacobian, laplacian
 
-sparsejac, folx = peer("sparsejac"), peer("folx")
+asdex, sparsejac, folx = peer("asdex"), peer("sparsejac"), peer("folx")
 SAMPLES = (4, 16, 64)
 
 
@@ -143,7 +142,7 @@ def sparse(problem: Problem, rounds: int, seconds: float) -> tuple[dict[str, Any
     makes: dict[str, Callable[[], Callable[..., Any]]] = {
         "ours": partial(ours, problem),
         "dense": partial(plain, problem),
-        "asdex": partial(of_asdex, problem),
+        **({} if asdex is None else {"asdex": partial(of_asdex, problem)}),
     }
     found = {name: prepared(make, problem.x) for name, make in makes.items()}
     matrix = found["ours"][0]()
@@ -284,7 +283,7 @@ def products_of_asdex(matrix: Any, symmetric: bool) -> int:
 
 
 KINDS = {"columns": False, "symmetric": True}
-COUNTS = {"ours": products, "asdex": products_of_asdex}
+COUNTS = {"ours": products} | ({} if asdex is None else {"asdex": products_of_asdex})
 
 
 def patterns(matrices: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
@@ -326,7 +325,8 @@ def main() -> None:
 
     @cache
     def measured() -> Any:
-        asdex.jacobian_coloring(lambda x: x[1:] * x[:-1], jnp.ones(3))  # warms up asdex
+        if asdex is not None:
+            asdex.jacobian_coloring(lambda x: x[1:] * x[:-1], jnp.ones(3))  # compiles its loops
         found = [sparse(problem, rounds, seconds) for problem in tqdm(problems(smoke)[:: 3 if smoke else 1])]
         return [list(column) for column in zip(*found, strict=True)]
 
