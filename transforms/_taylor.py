@@ -29,14 +29,15 @@ _CONSTANT = frozenset("and ceil eq floor ge gt is_finite le lt ne not or round s
 #   wrong or failing: atanh (NaN outside its domain), clamp, rem, erf_inv, convert_element_type to integers, gather with
 #     mode "fill", abs (1 at NaN, where nested jvp has NaN), custom rules (ignored);
 #   NaN where the derivative is finite or infinite: sqrt, rsqrt, log, log1p and pow at and below zero, atan2 at zero,
-#     div and negative powers at poles; max, min, cummax and cummin lose NaN;
+#     div and negative powers at poles, polynomial and one_minus_square at infinity; max, min, cummax and cummin lose
+#     NaN;
 #   cancellation: tanh, expm1, log1p, asinh and atanh near zero (no correct digit of tanh(1e-8)), acosh and erfc.
 _EXACT = frozenset(
     """
     add add_any broadcast_in_dim complex concatenate conj conv_general_dilated convert_element_type copy cos cosh
-    cumprod cumsum dot_general dynamic_slice dynamic_update_slice erf exp fft imag logistic mul neg one_minus_square pad
-    polynomial real reduce_max reduce_min reduce_sum reduce_window_sum reshape rev scatter-add select_n sin sinh slice
-    split square squeeze stack sub transpose unstack
+    cumprod cumsum dot_general dynamic_slice dynamic_update_slice erf exp fft imag logistic mul neg pad real reduce_max
+    reduce_min reduce_sum reduce_window_sum reshape rev scatter-add select_n sin sinh slice split square squeeze stack
+    sub transpose unstack
     """.split()  # noqa: SIM905 (words read better)
 )
 

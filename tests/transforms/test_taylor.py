@@ -162,6 +162,10 @@ ELEMENTWISE: dict[str, Callable[[Any], Any]] = {
     "silu": jax.nn.silu,
     "gelu": jax.nn.gelu,
     "sinc": jnp.sinc,
+    "log2": jnp.log2,
+    "polyval": lambda x: jnp.polyval(jnp.arange(1.0, 5), jnp.sin(x)) * x,
+    # A primitive from jax 0.11 on.
+    "one-minus-square": lambda x: getattr(lax, "one_minus_square", lambda x: 1 - x * x)(jnp.sin(x)) * x,
     "exp-sin": lambda x: jnp.exp(jnp.sin(x)),
     "erf-sin": lambda x: lax.erf(jnp.sin(x)),
     "logistic-sin": lambda x: lax.logistic(2 * jnp.sin(x)),

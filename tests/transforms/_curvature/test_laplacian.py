@@ -71,6 +71,7 @@ FUNCTIONS = {
     "compiled": jax.jit(lambda x: jnp.sin(x) * jax.jit(jnp.cos)(x[::-1])),
     "remat": jax.checkpoint(lambda x: jnp.sin(x @ W)),
     "activations": lambda x: jax.nn.gelu(x) + jax.nn.softplus(x) + jax.nn.relu(x) ** 3 + jax.nn.silu(x),
+    "polynomials": lambda x: jnp.polyval(jnp.stack([x.sum(), x[0], 3.0]), x) * jnp.log2(x**2 + 1) + jnp.sinc(x),
     "stopped": lambda x: jax.lax.stop_gradient(x**2) * x**3,
     "constant": lambda x: jnp.ones(2),
     "linear": lambda x: 3 * x,
