@@ -208,6 +208,3 @@ def eqns_of(fun: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[Any]:
         return
     pulled = jax.make_jaxpr(lambda *xs: jax.vjp(of_floats, *xs)[1](of_floats(*xs)))(*floats)
     yield from with_inner(pulled.jaxpr.eqns)
-
-
-__all__ = ["calls", "eqns_of", "names_in", "primitives"]

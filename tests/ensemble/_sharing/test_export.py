@@ -142,3 +142,12 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         load_exported(path)
     with pytest.raises(FileNotFoundError):
         load_exported(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("x", [np.zeros((1, 3)), np.zeros((1, 3), np.int64)])
+def test_an_example_of_64_bits_has_the_dtype_that_jax_gives_it(x: np.ndarray, tmp_path: Path) -> None:
+    """From jax 0.11 on, a 64-bit shape warns, and warnings are errors here."""
+    ensemble = Ensemble.from_apply(lambda w, x: x @ w, [jnp.ones((3, 2)), jnp.zeros((3, 2))])
+    export(ensemble, tmp_path / "model", x, platforms=HERE)
+    given = x.astype(jax.typeof(x).dtype)
+    assert load_exported(tmp_path / "model")(given)["mean"].shape == (1, 2)

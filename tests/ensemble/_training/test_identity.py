@@ -271,3 +271,16 @@ def test_a_program_is_the_same_in_every_process(tmp_path, assert_same):
 
 if __name__ == "__main__":
     run_of(loss=with_scale(5))(steps=int(sys.argv[2]), checkpoint_dir=sys.argv[1])
+
+
+def test_batches_of_64_bits_and_keys_can_be_resumed(tmp_path):
+    """From jax 0.11 on, a 64-bit shape warns, and warnings are errors here."""
+
+    def noisy(model, x, y, key):
+        return ((model(x + jax.random.normal(key, x.shape)) - y[:, None]) ** 2).mean()
+
+    trainer = Trainer(noisy, optax.sgd(0.1))
+    batch = np.ones((4, 3)), np.arange(4), jax.random.key(0)
+    state = trainer.init(Ensemble.create(lambda rngs: nnx.Linear(3, 1, rngs=rngs), 2, seed=0))
+    trainer.fit(state, [batch] * 2, checkpoint_dir=tmp_path, progress=False)
+    assert trainer.fit(state, [batch] * 3, checkpoint_dir=tmp_path, progress=False)[0].step == 3

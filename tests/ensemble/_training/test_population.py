@@ -276,3 +276,10 @@ def test_k_best_refuses():
         k_best(jnp.ones((1, 3)), 1)
     with pytest.raises(TypeError, match="scores must be real numbers"):
         k_best(jnp.ones(3, complex), 1)
+
+
+def test_selection_from_numpy_arrays_of_64_bits() -> None:
+    """From jax 0.11 on, a 64-bit shape warns, and warnings are errors here."""
+    p = np.array([[[0.9, 0.1], [0.2, 0.8]], [[0.3, 0.7], [0.6, 0.4]]])
+    expected = greedy_selection(jnp.asarray(p), jnp.array([0, 1]), rounds=3)
+    np.testing.assert_allclose(greedy_selection(p, np.array([0, 1]), rounds=3), expected)

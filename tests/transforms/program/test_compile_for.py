@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -228,3 +229,9 @@ def test_a_target_of_another_type() -> None:
     bad: Any = 3
     with pytest.raises(TypeError, match='target must be a string such as "v5e:4x4"'):
         compile_for(jnp.tanh, bad, shape(3))
+
+
+def test_numpy_arrays_of_64_bits_have_the_dtype_that_jax_gives_them() -> None:
+    """From jax 0.11 on, a 64-bit shape warns, and warnings are errors here."""
+    report = compile_for(lambda x, i: x[i], "cpu", np.zeros((6, 4)), np.arange(3))
+    assert report.arguments == 6 * 4 * 4 + 3 * 4
