@@ -41,8 +41,8 @@ def test_the_first_example_prints_the_output_shown(namespace):
     printed = [ast.literal_eval(line.removeprefix("# ").replace("...", "")) for line in FIRST if line[:3] == "# {"]
     rows = [ast.literal_eval(line) for line in namespace["shown"].splitlines()]
     assert [{**row, "loss": None} for row in rows] == [{**row, "loss": None} for row in printed]
-    # Another execution strategy rounds differently, and 500 steps amplify that.
-    np.testing.assert_allclose([row["loss"] for row in rows], [row["loss"] for row in printed], rtol=0.5)
+    # The page has three or four digits. No gradient is zero by symmetry, which Adam would turn into steps of noise.
+    np.testing.assert_allclose([row["loss"] for row in rows], [row["loss"] for row in printed], rtol=5e-3)
 
 
 def test_the_first_example_learns_a_sine(namespace):
