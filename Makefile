@@ -5,8 +5,6 @@ ARGS ?=
 WITH ?=
 PORT ?= 8000
 PYTEST_ARGS ?=
-# More requirements of the environment, such as WITH='jax==0.11.2' or WITH='--constraint constraints-oldest.txt'.
-WITH ?=
 
 BIN := .venv/bin
 comma := ,
