@@ -30,6 +30,7 @@ SCRIPTS = (
     "long_runs",
     "at_scale",
     "accelerators",
+    "versions",
 )
 PAGES = ("README.md", "comparisons.md", *(f"{name}.md" for name in SCRIPTS))
 # From the palette of Okabe and Ito, which color-blind readers can distinguish.
