@@ -65,7 +65,7 @@ test test-all: $(READY)
 	@$(if $(QUICK),,XLA_FLAGS=) $(PYTEST) $(FEW) $(if $(QUICK),-m "$(AND) not optimized") $(PYTEST_ARGS) || test $$? = 5
 	@$(if $(QUICK),XLA_FLAGS= $(PYTEST) $(FEW) -m "$(AND) optimized" $(PYTEST_ARGS) $(OPTIMIZED) || test $$? = 5)
 
-smoke-newest smoke-oldest: smoke-%:
+smoke-newest smoke-oldest: smoke-%: $(READY)
 	@$(PYTHON) tests/smoke.py $*
 
 lint: $(READY)

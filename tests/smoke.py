@@ -1,5 +1,7 @@
 """Run the tests marked `smoke` with the newest or the oldest supported versions, in an environment of its own.
 
+Afterwards that environment and `.venv` read each other's files (`exchange.py`).
+
     python tests/smoke.py newest  # Python 3.13 and the newest release of each library, in .venv-newest
     python tests/smoke.py oldest  # Python 3.11 and the versions of constraints-oldest.txt, in .venv-oldest
 
@@ -10,10 +12,12 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+DEFAULT = ROOT / ".venv" / "bin" / "python"
 PYTHONS = {"newest": "3.13", "oldest": "3.11"}
 OPTIONS = {
     "newest": ["--upgrade", "--upgrade-strategy", "eager"],
@@ -66,7 +70,18 @@ def main(name: str) -> int:
     show = f"from importlib.metadata import version; print(*(f'{{x}} {{version(x)}}' for x in {SHOWN}), sep=', ')"
     print(f"smoke-{name}: Python {PYTHONS[name]}, {_output(str(own), '-c', show)}", flush=True)
     pytest = [str(own), "-m", "pytest", "--quiet", "--numprocesses", "auto", "--dist", "loadgroup", "--cases", "1"]
-    return subprocess.run([*pytest, "-m", "smoke and not optimized"], cwd=ROOT, check=False).returncode
+    status = subprocess.run([*pytest, "-m", "smoke and not optimized"], cwd=ROOT, check=False).returncode
+    return status or max(exchange(str(DEFAULT), str(own)), exchange(str(own), str(DEFAULT)))
+
+
+def exchange(writer: str, reader: str) -> int:
+    """Let one interpreter read and continue what the other one has written; return the exit status."""
+    with tempfile.TemporaryDirectory() as folder:
+        for python, action in ((writer, "write"), (reader, "read")):
+            command = [python, str(ROOT / "tests" / "exchange.py"), action, folder]
+            if status := subprocess.run(command, check=False).returncode:
+                return status
+    return 0
 
 
 if __name__ == "__main__":

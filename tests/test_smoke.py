@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -83,3 +84,10 @@ def test_a_missing_interpreter_is_reported(
     monkeypatch.setattr(smoke, "interpreter", lambda version: None)
     assert smoke.main("newest") == status
     assert capsys.readouterr().out == "NOT TESTED on newest: no Python 3.13 on the PATH or in pyenv\n"
+
+
+@pytest.mark.slow
+def test_files_are_exchanged(tmp_path: Path) -> None:
+    assert smoke.exchange(sys.executable, sys.executable) == 0
+    command = [sys.executable, str(ROOT / "tests" / "exchange.py")]
+    assert subprocess.run([*command, "read", str(tmp_path)], check=False, capture_output=True).returncode == 1
