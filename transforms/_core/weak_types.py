@@ -13,9 +13,10 @@ _ZEROS: dict[str, complex] = {"i": 0, "f": 0.0, "c": 0j}
 
 
 def weak_like(x: Any, *like: Any) -> Any:
-    """Return `x`, made weakly typed if all of `like` (arrays, shapes or numbers) are and have its dtype."""
-    zero = all(map(is_weak, like)) and weak_zero(x.dtype)
-    if zero is False or zero is None or is_weak(x) or any(jnp.result_type(one) != x.dtype for one in like):
+    """Return `x`, made weakly typed if all of `like` are and have its dtype: arrays, numbers, and in `like` shapes."""
+    dtype = jnp.result_type(x)
+    zero = all(map(is_weak, like)) and weak_zero(dtype)
+    if zero is False or zero is None or is_weak(x) or any(jnp.result_type(one) != dtype for one in like):
         return x
     # JAX has no public function that sets a weak type. `full_like(zero, value)` gives a scalar the weak type of `zero`;
     # mapped over every axis it is one operation.

@@ -128,6 +128,18 @@ def test_unmapped_outputs_are_repeated_or_shared() -> None:
     assert_same(vmap(fun, (0, None), None, chunk_size=2)(X, "shared"), jnp.arange(3))
 
 
+@pytest.mark.parametrize("chunk_size", [1, 2, 5, 9])
+@pytest.mark.parametrize("shared", [3.0, 3, True, 2j, np.float32(3), np.arange(2), jnp.bfloat16(3), None, ()])
+def test_what_is_shared_may_be_no_array_of_jax(shared: Any, chunk_size: int) -> None:
+    fun = lambda x: (x, {"shared": shared})
+    for transform in (lambda fun: fun, jax.jit):
+        results = (
+            transform(vmap(fun, out_axes=(0, None), chunk_size=chunk_size))(X),
+            transform(jax.vmap(fun, out_axes=(0, None)))(X),
+        )
+        assert_same(*jax.tree.map(jnp.asarray, results))
+
+
 def test_chunks_never_change_the_random_numbers() -> None:
     key = jax.random.key(0)
     draw = lambda key, x: jax.random.bits(key, (2,)) + x
