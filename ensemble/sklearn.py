@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +24,7 @@ from .calibration import conformal_radius
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
     from sklearn.model_selection import train_test_split
+    from sklearn.preprocessing import StandardScaler
     from sklearn.utils import check_random_state
     from sklearn.utils.multiclass import check_classification_targets
     from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
@@ -52,6 +53,14 @@ class _MLP(nnx.Module):
         return (x[..., 0], nnx.softplus(x[..., 1]) + 1e-6) if self.gaussian else x
 
 
+def _standard(name: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return mean and scale of each column, in float64; the scale is 1 where a column is constant but for rounding."""
+    found = StandardScaler().fit(x)
+    if not (np.isfinite(found.mean_).all() and np.isfinite(found.scale_).all()):
+        raise ValueError(f"{name}: a column has no finite mean or variance in float64; divide it by its largest value.")
+    return found.mean_, found.scale_
+
+
 def _classification_loss(model: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(model(x), y).mean()
 
@@ -65,10 +74,24 @@ def _regression_loss(model: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     return (jnp.log(variance) + jnp.square(mean - y) / variance).mean() / 2
 
 
-# Cached, so that a search over other parameters, or a cross-validation, compiles each program once.
-@lru_cache(maxsize=64)
-def _trainer(loss: Callable[..., Any], learning_rate: float, weight_decay: float) -> Trainer:
-    return Trainer(loss, optax.adamw(learning_rate, weight_decay=weight_decay))
+# The rates are in the state, and one trainer serves all of them: a search or a cross-validation compiles once.
+_RATES = ("learning_rate", "weight_decay")
+_ADAMW = optax.inject_hyperparams(optax.adamw, static_args=("b1", "b2", "eps", "eps_root"))
+
+
+@cache
+def _trainer(loss: Callable[..., Any]) -> Trainer:
+    return Trainer(loss, _ADAMW(**dict.fromkeys(_RATES, 0.0)))
+
+
+def _with_rates(state: Any, rates: dict[str, float]) -> Any:
+    """Return a training state whose optimizers have these hyperparameters."""
+
+    def rate(path: tuple[Any, ...], leaf: Any) -> Any:
+        of_optimizer = len(path) > 1 and getattr(path[-2], "name", None) == "hyperparams"
+        return jnp.full_like(leaf, rates[path[-1].key]) if of_optimizer else leaf
+
+    return jax.tree.map_with_path(rate, state)
 
 
 class _Estimator(BaseEstimator):
@@ -107,15 +130,15 @@ class _Estimator(BaseEstimator):
             check_count(name, what, getattr(self, what))
         rate = check_number(name, "learning_rate", self.learning_rate, lambda x: x > 0, "positive")
         decay = check_number(name, "weight_decay", self.weight_decay, lambda x: x >= 0, "not negative")
-        self.center_, scale = x.mean(0), x.std(0)
-        self.scale_ = np.where(scale > 0, scale, 1)
+        self.center_, self.scale_ = _standard(name, x)
         self.outputs_ = outputs
         self.seed_ = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
         ensemble = self._created()
         batches = Batches((self._scaled(x), y), min(self.batch_size, len(x)), key=jax.random.key(self.seed_))
-        trainer = _trainer(type(self)._loss, rate, decay)
+        trainer = _trainer(type(self)._loss)
+        start = _with_rates(trainer.init(ensemble), dict(zip(_RATES, (rate, decay), strict=True)))
         state, self.history_ = trainer.fit(
-            trainer.init(ensemble), batches, epochs=self.epochs, progress=self.progress, history_every=batches.per_epoch
+            start, batches, epochs=self.epochs, progress=self.progress, history_every=batches.per_epoch
         )
         self.ensemble_ = state.ensemble
         self.n_iter_ = self.epochs
@@ -321,7 +344,7 @@ class EnsembleRegressor(RegressorMixin, _Estimator):
         if fraction:
             x, x_kept, y, y_kept = train_test_split(x, y, test_size=fraction, random_state=self.random_state)
             kept = x_kept, y_kept
-        self.y_center_, self.y_scale_ = y.mean(), y.std() or 1.0
+        (self.y_center_,), (self.y_scale_,) = _standard("EnsembleRegressor", y[:, None])
         self._fit(x, ((y - self.y_center_) / self.y_scale_).astype(np.float32), 1)
         self.held_out_ = None
         if kept is not None:

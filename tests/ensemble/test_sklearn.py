@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 from typing import Any
 
+import chex
+import jax
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_wine
@@ -14,6 +18,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import QuantileTransformer
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
+from plurax.ensemble import Batches, Trainer
 from plurax.ensemble.sklearn import EnsembleClassifier, EnsembleRegressor
 
 SMALL: dict[str, Any] = {"members": 2, "hidden": (16,), "epochs": 80, "learning_rate": 1e-2, "random_state": 0}
@@ -97,3 +102,65 @@ def test_what_is_refused() -> None:
     fitted = EnsembleRegressor(members=1, hidden=(), epochs=1).fit(x, y)
     with pytest.raises(ValueError, match="^predict_interval: error must be between 0 and 1"):
         fitted.predict_interval(x, error=1.5)
+
+
+@pytest.mark.parametrize("kind", [EnsembleClassifier, EnsembleRegressor])
+def test_columns_that_are_constant_but_for_rounding_have_the_scale_one(kind: Any) -> None:
+    x, y = load_diabetes(return_X_y=True)
+    y = y > 100 if kind is EnsembleClassifier else y
+    small = kind(**{**SMALL, "epochs": 20})
+    score = small.fit(x, y).score(x, y)
+    wobbling = 0.1 + np.where(np.arange(len(x)) % 2, 1e-17, 0)
+    constant = np.concatenate([wobbling[:, None].repeat(3, axis=1) * [1, 3, 1e9], x], axis=1)
+    assert constant.std(0)[:3].max() > 0
+    found = small.fit(constant, y)
+    np.testing.assert_array_equal(found.scale_[:3], 1)
+    moved = constant + np.r_[1e-15, 1e-15, 1e-6, np.zeros(x.shape[1])]
+    assert found.score(moved, y) == pytest.approx(score, abs=0.1)
+
+
+def test_a_target_that_is_constant_but_for_rounding_has_the_scale_one() -> None:
+    x = RNG.normal(size=(50, 2))
+    y = 0.1 * 3 + np.where(np.arange(50) % 2, 1e-16, 0)
+    assert y.std() > 0
+    found = EnsembleRegressor(**{**SMALL, "epochs": 2}).fit(x, y)
+    assert found.y_scale_ == 1
+    assert np.abs(found.predict(x) - 0.3).max() < 1
+
+
+def test_large_features_keep_their_scale() -> None:
+    x, y = load_wine(return_X_y=True)
+    small = {**SMALL, "epochs": 20}
+    plain = EnsembleClassifier(**small).fit(x, y).predict_proba(x)
+    large = EnsembleClassifier(**small).fit((x * 2.0**70).astype(np.float32), y)
+    assert np.isfinite(large.scale_).all()
+    np.testing.assert_allclose(large.predict_proba((x * 2.0**70).astype(np.float32)), plain, atol=1e-3)
+    with (
+        pytest.raises(ValueError, match="a column has no finite mean or variance in float64"),
+        np.errstate(all="ignore"),
+    ):
+        EnsembleClassifier(**small).fit(x * 1e200, y)
+
+
+@pytest.mark.parametrize("model", ["mlp", "tabm"])
+def test_other_rates_use_the_same_programs(model: str, caplog: pytest.LogCaptureFixture) -> None:
+    x, y = load_wine(return_X_y=True)
+    small = {**SMALL, "epochs": 2, "hidden": (8,)}
+    first = EnsembleClassifier(model, **small).fit(x, y)
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        other = EnsembleClassifier(model, **{**small, "learning_rate": 0.02, "weight_decay": 0.1}).fit(x, y)
+    compiled = [line for line in caplog.messages if line.startswith("Compiling")]
+    assert len(compiled) <= 1  # of the initial parameters
+    assert not np.allclose(first.predict_proba(x), other.predict_proba(x), atol=1e-3)
+
+
+@pytest.mark.parametrize("model", ["mlp", "tabm"])
+def test_rates_are_those_of_the_optimizer(model: str) -> None:
+    """The parameters after some steps are those of a trainer whose optimizer has the rates as constants."""
+    x, y = load_wine(return_X_y=True)
+    rates = {"learning_rate": 0.02, "weight_decay": 0.3}
+    found = EnsembleClassifier(model, **{**SMALL, "epochs": 2, "hidden": (8,), **rates}).fit(x, y)
+    trainer = Trainer(type(found)._loss, optax.adamw(**rates))
+    batches = Batches((found._scaled(x), y.astype(np.int32)), 32, key=jax.random.key(found.seed_))
+    state, _ = trainer.fit(trainer.init(found._created()), batches, epochs=2, progress=False)
+    chex.assert_trees_all_close(*(one.trainable for one in (found.ensemble_, state.ensemble)), atol=1e-5)
