@@ -196,6 +196,73 @@ def test_per_example_keys_are_split_with_the_batch() -> None:
     np.testing.assert_allclose(accumulate(noise, 2)(None, keys), noise(None, keys), rtol=1e-6)
 
 
+# Weights.
+
+KEPT = jnp.array([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 1], [0, 0, 0], [0, 0, 0]])  # 6 sequences of 3 tokens
+SEQUENCES = normal(6, 3, 2, seed=5)
+
+
+def masked_loss(params: Any, x: jax.Array, mask: jax.Array) -> Any:
+    """Return a mean over tokens, and a mean of other numbers."""
+    each = jnp.tanh(x @ params["w"]).sum(-1) * mask
+    return each.sum() / mask.sum(), {"size": (jnp.abs(x).sum(-1) * mask).sum(keepdims=True) / mask.sum()}
+
+
+def kept(x: jax.Array, mask: jax.Array) -> jax.Array:
+    return mask.sum()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+@pytest.mark.parametrize("by_function", [True, False])
+def test_a_weighted_mean_is_that_of_the_whole_batch(micro_batches: int, by_function: bool) -> None:
+    """The last of three micro-batches keeps no token, so its mean is 0 / 0."""
+    weights = kept if by_function else [int(part.sum()) for part in jnp.split(KEPT, micro_batches)]
+    params = {"w": normal(2, 4)}
+    options: Any = {"batch_argnums": (1, 2), "weights": weights}
+    whole = jax.value_and_grad(masked_loss, has_aux=True)
+    ours = accumulate(whole, micro_batches, **options)
+    for transform in (lambda fun: fun, jax.jit):
+        assert_close(transform(ours)(params, SEQUENCES, KEPT), transform(whole)(params, SEQUENCES, KEPT))
+    plain = accumulate(whole, micro_batches, batch_argnums=(1, 2))(params, SEQUENCES, KEPT)
+    assert micro_batches == 1 or not np.allclose(plain[0][0], whole(params, SEQUENCES, KEPT)[0][0], rtol=1e-2)
+
+
+def test_weights_take_the_arguments_of_the_batch_in_their_order() -> None:
+    fun = lambda x, scale, mask: (scale * x * mask).sum() / mask.sum()
+    x, mask = normal(6), jnp.array([1, 0, 1, 1, 0, 1])
+    found = accumulate(fun, 3, batch_argnums=(2, 0), weights=lambda x, mask: mask.sum())(x, 2.0, mask)
+    np.testing.assert_allclose(found, fun(x, 2.0, mask), rtol=1e-6)
+
+
+def test_weights_under_vmap_and_differentiated_from_outside() -> None:
+    def mean(scale: jax.Array, x: jax.Array, weight: jax.Array) -> jax.Array:
+        return (jnp.sin(scale * x) * weight).sum() / weight.sum()
+
+    ours = accumulate(mean, 4, batch_argnums=(1, 2), weights=lambda x, weight: weight.sum())
+    scale, x, weight = jnp.array([0.5, 2.0, 3.0]), normal(8), jnp.abs(normal(8, seed=1))
+    every = jax.vmap(jax.grad(ours, argnums=(0, 1, 2)), (0, None, None))(scale, x, weight)
+    assert_close(every, jax.vmap(jax.grad(mean, argnums=(0, 1, 2)), (0, None, None))(scale, x, weight))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.complex64])
+@pytest.mark.parametrize("of_weights", [np.int64, np.float64, np.uint8, jnp.bfloat16])
+def test_weighted_results_keep_their_dtype(dtype: Any, of_weights: Any) -> None:
+    x = jnp.arange(8).astype(dtype)
+    found = accumulate(lambda _, x: x.mean(), 4, weights=np.array([3, 0, 1, 4]).astype(of_weights))(None, x)
+    assert found.dtype == dtype
+    np.testing.assert_allclose(np.asarray(found, complex), (3 * 0.5 + 4.5 + 4 * 6.5) / 8, rtol=1e-2)
+
+
+def test_the_state_of_a_module_passes_through_weighted_parts() -> None:
+    model = nnx.BatchNorm(3, momentum=0.5, rngs=nnx.Rngs(0))
+    twin = nnx.clone(model)
+    x = normal(8, 3)
+    nnx.jit(accumulate(lambda model, x: model(x).mean(), 4, weights=[1.0, 2.0, 0.0, 1.0]))(model, x)
+    for part in jnp.split(x, 4):
+        twin(part)
+    np.testing.assert_allclose(model.mean[...], twin.mean[...], rtol=1e-5)
+
+
 # Refusals.
 
 
@@ -264,6 +331,40 @@ def assigns(model: Any, x: jax.Array) -> jax.Array:
         ),
         (lambda m, x: m, {}, jnp.ones(4), TypeError, "`output` is Linear.*, which has no mean over micro-batches"),
         (lambda m, x: "loss", {}, jnp.ones(4), TypeError, "`output` is 'loss' of type str, which has no mean"),
+        (
+            loss,
+            {"reduction": "sum", "weights": [1, 2]},
+            jnp.ones(4),
+            ValueError,
+            "weights are for a mean, but got reduction='sum'; sums add up without weights",
+        ),
+        (loss, {"weights": 2.0}, jnp.ones(4), TypeError, "weights must be an array or a function, but got 2.0"),
+        (
+            loss,
+            {"weights": [1.0, 2.0, 3.0]},
+            jnp.ones(4),
+            ValueError,
+            r"weights must be a number for each of 2 micro-batches, but got an array of shape \(3,\)",
+        ),
+        (
+            loss,
+            {"weights": lambda batch: batch},
+            jnp.ones(4),
+            ValueError,
+            r"weights must be a number for each of 2 micro-batches, but got results of shape \(2,\)",
+        ),
+        (loss, {"weights": [1j, 1]}, jnp.ones(4), TypeError, "weights must be real numbers, but got complex64"),
+        (
+            loss,
+            {"weights": lambda batch: batch[0] > 0},
+            jnp.ones(4),
+            TypeError,
+            "weights must be real numbers, but got bool; count a mask by its sum",
+        ),
+        *(
+            (loss, {"weights": wrong}, jnp.ones(4), ValueError, "weights must be finite, not negative and not all zero")
+            for wrong in ([1.0, -1.0], [1.0, np.nan], np.array([np.inf, 1]), [0, 0], lambda batch: -batch.sum())
+        ),
         (adds_a_variable, {}, jnp.ones(4), ValueError, r"fun changes the structure of Linear \(`seen"),
         (assigns, {}, jnp.ones(4), ValueError, "fun assigns the parameter `bias`, but all calls share it"),
     ],
@@ -314,6 +415,10 @@ for check_vma, inside in ((True, True), (True, False), (False, True)):
 
     def added(w, x):
         return of(w, x)[1]
+
+    weighted = accumulate(loss, 3, weights=lambda x: x[0, 0] ** 2)  # weights differ between devices, as the data do
+    alone = jax.shard_map(lambda w, x: weighted(w, x)[None], mesh=mesh, in_specs=(P(), P("i")), out_specs=P("i"))
+    np.testing.assert_allclose(jax.jit(alone)(w, x), [weighted(w, part) for part in jnp.split(x, 4)], rtol=1e-5)
 
     if check_vma:
         found = jax.jit(jax.shard_map(added, mesh=mesh, in_specs=(P(), P("i")), out_specs=P()))(w, x)
