@@ -53,11 +53,12 @@ from ._statistics.ntk import empirical_ntk, ntk_vp
 from ._statistics.projection import per_sample_jvp, per_sample_projection
 from ._taylor import derivative
 from ._vmap import vmap
-from .privacy import clipped_grad, per_sample_grad, per_sample_norm
+from .privacy import check_loss, clipped_grad, per_sample_grad, per_sample_norm
 
 __all__ = [
     "Dual",
     "batch_jacobian",
+    "check_loss",
     "clipped_grad",
     "derivative",
     "dual",

@@ -16,11 +16,12 @@ from jax.typing import ArrayLike
 from ...transforms._core.arguments import check_callable, check_choice, describe
 from ...transforms._core.axes import Axes
 from ...transforms._core.prediction import Kind, Prediction
+from ...transforms._models.evaluation import evaluating
 from ...transforms._models.split_model import M, Structure, is_model, is_module, split
 from .call import call_members
 from .create import create_members, stack_members
 from .functional_model import FunctionalModel, Rule
-from .modes import evaluating, viewed
+from .modes import viewed
 from .ndims import Ndims
 from .prediction import check_temperature, classify, regress
 from .rows import member_index, select_rows

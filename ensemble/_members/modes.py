@@ -19,11 +19,3 @@ def viewed(model: Any, attributes: Mapping[str, Any]) -> Any:
     except ValueError as error:
         kind = type(model).__name__
         raise ValueError(f"Ensemble.view: no module of {kind} takes {sorted(attributes)}: {error}") from None
-
-
-def evaluating(model: Any) -> Any:
-    """Return a module in evaluation mode."""
-    from flax import nnx
-
-    # Not `model.eval()`: a user's class may define a method `eval` with another meaning.
-    return nnx.with_attributes(model, deterministic=True, use_running_average=True, raise_if_not_found=False)

@@ -10,6 +10,7 @@ calls JAX, merges it inside the traced function, and afterwards writes the chang
 - `stacking.py` stacks models of one architecture along axis 0, or raises with the first difference between them;
 - `equinox.py` handles Equinox modules, which are pytrees with functions, numbers and strings among the leaves: it
   selects the leaves to differentiate, and makes a pytree of the arrays alone;
+- `evaluation.py` returns modules in evaluation mode;
 - `hashable.py` stores everything but the arrays of a pytree as a hashable value, for static arguments of `jax.jit`.
 
 Flax and Equinox are never imported at module level: if they are not loaded, no argument can be one of their models.

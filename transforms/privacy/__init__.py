@@ -11,6 +11,7 @@ from ._dpsgd.audit import Audit
 from ._dpsgd.dpsgd import DPSGD
 from ._dpsgd.sampling import Batch
 from ._dpsgd.state import DPState
+from ._per_example.check_loss import LossCheck, check_loss
 from ._per_example.clipped import clipped_grad
 from ._per_example.per_sample import per_sample_grad, per_sample_norm
 
@@ -20,6 +21,8 @@ __all__ = [
     "Audit",
     "Batch",
     "DPState",
+    "LossCheck",
+    "check_loss",
     "clipped_fun",
     "clipped_grad",
     "per_sample_grad",

@@ -75,6 +75,9 @@ class DPSGD(Mechanism):
         `bands - 1` steps. The last two are for a `noise_strategy` with many bands; their ε takes minutes.
       truncated_batch_size: the size of the largest batch; larger ones lose random examples. ε is then for zeroing out
         an example, not for adding or removing one.
+      check_loss: whether `fit` refuses a loss that couples the examples of a batch, such as one with in-batch
+        negatives, since it trains on the losses of single examples. `plurax.transforms.check_loss` compares them before
+        the first step; a refusal depends on the data. False: the losses of single examples are meant.
 
     Attributes:
       noise_multiplier: as given, or computed from `target_epsilon`.
@@ -136,6 +139,7 @@ class DPSGD(Mechanism):
         adaptive: AdaptiveClipping | None = None,
         sampling: Sampling = "poisson",
         truncated_batch_size: int | None = None,
+        check_loss: bool = True,
     ) -> None:
         settings.check_extra()
         check_callable("DPSGD", loss, "loss")
@@ -165,7 +169,16 @@ class DPSGD(Mechanism):
         )
         super().__init__(ledger, delta, accountant, int(num_examples), int(num_steps), microbatch_size or 1)
         self._step = PrivateStep(
-            loss, optimizer, ledger, clipping, method, keep_batch_dim, microbatch_size, memory_budget, has_aux
+            loss,
+            optimizer,
+            ledger,
+            clipping,
+            method,
+            keep_batch_dim,
+            microbatch_size,
+            memory_budget,
+            has_aux,
+            check_loss,
         )
         self._latest: Callable[[], Any] = lambda: None  # a weak reference to the state that `step` returned last
         self._compiled_step = jax.jit(self._step.changing)
@@ -300,7 +313,8 @@ class DPSGD(Mechanism):
           current step and still returns both; a second Ctrl-C interrupts at once.
 
         Raises:
-          TypeError, ValueError: as for `step` and `batches`; more steps than `num_steps`; a budget that `state` already
+          TypeError, ValueError: as for `step` and `batches`; a loss that couples the examples of a batch, unless
+            `check_loss` is False; more steps than `num_steps`; a budget that `state` already
             exceeds; a checkpoint of another run, with other settings, or later than the last requested step.
           OSError: `checkpoint_dir` cannot be written, is in use, or has no room; raised before the first step.
         """

@@ -19,6 +19,7 @@ from ..._runs.identity import Identity, digest, in_a_run, program_digest
 from ..._runs.loop import run
 from ..._runs.processes import Group
 from ..._runs.run_directory import RunDirectory
+from .coupling import check_coupling
 from .model_loss import with_frozen, without_frozen
 from .sampling import Batch
 from .state import DPState, as_member, begin_writing, read_state
@@ -70,6 +71,8 @@ def train(
             store.going_on(begin, identity.differences)
         if begin < target:
             store.check_room(begin, state)
+    if private.check_loss and int(state.step) == 0:
+        check_coupling(private, state, batches(state))
     recorder, alone = Recorder(history_every, history), state.members is None
     changing, frozen = without_frozen(state.tree, private.random_state)
 

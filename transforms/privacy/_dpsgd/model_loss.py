@@ -19,6 +19,7 @@ from ..._core.arguments import leaf_name
 from ..._core.prng import is_key
 from ..._grad import scalar_seed
 from ..._models.equinox import released
+from ..._models.evaluation import evaluating_tree
 from ..._models.mutation import call_with_models, changes, with_changes
 from ..._models.split_model import (
     SplitModel,
@@ -52,6 +53,16 @@ def of_example(loss: Callable[..., Any], tree: Any, key: jax.Array, has_aux: boo
         return _call(loss, with_trainable(tree, trainable), of_number, batch, has_aux)[0]
 
     return example_loss
+
+
+def of_batch(loss: Callable[..., Any], tree: Any, batch: Any, has_aux: bool) -> jax.Array:
+    """Return the loss of a batch in evaluation mode; arguments as for `of_example`."""
+
+    def evaluated(model: Any, *batch: Any) -> Any:
+        return loss(evaluating_tree(model), *batch)
+
+    out, _ = _call(evaluated, tree, None, batch, has_aux)
+    return out[0] if has_aux else out
 
 
 def with_random_state(loss: Callable[..., Any], tree: Any, batch: Any, has_aux: bool) -> Any:
@@ -128,7 +139,7 @@ def _call(
 ) -> tuple[Any, list[dict[str, Any]]]:
     """Return the results of the loss, and the random state that it changed in each model; raise on any other change."""
     if key is not None:
-        tree = jax.tree.map(lambda x: _with_keys(x, key) if is_split(x) else x, tree, is_leaf=is_split)
+        tree = with_keys(tree, key)
 
     # `call_with_models` calls `function(owner, *args)`, where the owner is the model of a bound method: None for a
     # function.
@@ -150,6 +161,11 @@ def _call(
     value = pair_of("DPSGD", out)[0] if has_aux else out
     scalar_seed("DPSGD: the loss", value, "return the mean over its batch, which has one example")
     return out, found
+
+
+def with_keys(tree: Any, key: jax.Array) -> Any:
+    """Return the tree with the keys of its models' random state drawn from `key`."""
+    return jax.tree.map(lambda x: _with_keys(x, key) if is_split(x) else x, tree, is_leaf=is_split)
 
 
 def _with_keys(parts: SplitModel, key: jax.Array) -> SplitModel:

@@ -46,6 +46,7 @@ class PrivateStep:
     microbatch_size: int | None
     memory_budget: int | str | None
     has_aux: bool
+    check_loss: bool
     checked_states: set[Any] = field(default_factory=set)
     random_state: dict[Any, set[str]] = field(default_factory=dict)
 
