@@ -288,7 +288,12 @@ def _scores(p: jax.Array, score: str) -> jax.Array:
     # Cumulative sum from the most probable class on, then back in the order of the classes: `argsort(order)` is the
     # inverse permutation of `order`.
     order = jnp.argsort(-p, axis=-1, stable=True)
-    summed = jnp.cumsum(jnp.take_along_axis(p, order, axis=-1), axis=-1)
+    ordered = jnp.take_along_axis(p, order, axis=-1)
+    # Equally probable classes have the sum up to the last of them: the next place where the probability changes.
+    places = jnp.arange(p.shape[-1])
+    changes = jnp.concatenate([ordered[..., :-1] != ordered[..., 1:], jnp.ones_like(ordered[..., :1], bool)], axis=-1)
+    last = lax.cummin(jnp.where(changes, places, p.shape[-1]), axis=p.ndim - 1, reverse=True)
+    summed = jnp.take_along_axis(jnp.cumsum(ordered, axis=-1), last, axis=-1)
     return jnp.take_along_axis(summed, jnp.argsort(order, axis=-1), axis=-1)
 
 

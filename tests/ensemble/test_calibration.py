@@ -145,6 +145,31 @@ class Test_sets:
         inside = np.take_along_axis(np.asarray(by_sums), order, axis=-1)
         assert (np.diff(inside.astype(int), axis=-1) <= 0).all()
 
+    @pytest.mark.parametrize(("shape", "labelled"), [((9, 2), (9,)), ((3, 11, 4), (11,)), ((2, 7, 3, 5), (7, 3))])
+    def test_by_sums_treat_equally_probable_classes_alike(self, shape, labelled):
+        """The score of a label is the sum of all probabilities that are at least its own."""
+        generator = np.random.default_rng(4)
+        p = generator.integers(1, 4, shape).astype(np.float32)
+        p /= p.sum(-1, keepdims=True)
+        labels = generator.integers(0, shape[-1], labelled)
+        of_label = np.take_along_axis(p, np.broadcast_to(labels, shape[:-1])[..., None], axis=-1)
+        scores = np.where(p >= of_label, p, 0).sum(-1)
+        threshold = np.asarray(conformal_threshold(p, labels, error=0.3, score="cumulative"))
+        kept = scores.reshape(*threshold.shape, -1)
+        each = int(np.prod(labels.shape[1:]))
+        k = int(np.ceil((kept.shape[-1] + each) * 0.7 - 1e-9))
+        np.testing.assert_allclose(threshold, np.sort(kept, axis=-1)[..., k - 1], rtol=1e-6)
+        sets = np.asarray(conformal_sets(p, threshold + 1e-6, score="cumulative"))
+        same = p[..., :, None] == p[..., None, :]
+        assert (~same | (sets[..., :, None] == sets[..., None, :])).all()
+
+    def test_ties_by_hand(self):
+        threshold = conformal_threshold(jnp.array([[0.5, 0.5]] * 9), jnp.zeros(9, int), error=0.2, score="cumulative")
+        assert float(threshold) == 1.0
+        p = jnp.array([[0.2, 0.4, 0.4], [0.2, 0.6, 0.2]])
+        sets = conformal_sets(p, 0.85, score="cumulative")
+        np.testing.assert_array_equal(sets, [[False, True, True], [False, True, False]])
+
     def test_of_too_few_data_hold_everything(self):
         p = np.float32([[0.9, 0.1]] * 5)
         threshold = conformal_threshold(p, np.zeros(5, int), error=0.1)

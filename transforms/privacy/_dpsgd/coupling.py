@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from ..._models.split_model import split
-from .._per_example.check_loss import RANDOM_REASONS, compared, with_both_keys, with_one_key
+from .._check_loss import RANDOM_REASONS, compared, with_both_keys, with_one_key
 from .model_loss import of_batch, with_keys
 from .sampling import Batch
 from .state import DPState

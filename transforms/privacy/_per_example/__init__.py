@@ -22,8 +22,5 @@ The input is the arguments of a call; the output is each example's gradient or n
    row-sparse, dense) with their norms and weighted sums, and merges the forms of one parameter.
 7. `report.py` describes the rule at each use, for `.explain`.
 
-`check_loss.py` tells losses that are means or sums over their examples from those that are not, and for which all of
-this would be about another loss.
-
 docs/how-per-sample.md derives the method.
 """

@@ -88,7 +88,7 @@ def load_exported(path: str | os.PathLike[str]) -> Exported:
 
     Returns:
       An `Exported`: a function of a batch that returns a dict of arrays. On the platform where it was exported, they
-      equal those of `predict` to the bit.
+      equal those of `predict` up to rounding (1e-6): XLA may fuse the exported program in another way.
 
     Raises:
       FileNotFoundError: there is no such file.

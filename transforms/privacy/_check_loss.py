@@ -1,7 +1,7 @@
 """`check_loss`: whether the loss of a batch is the mean, or the sum, of the losses of its examples.
 
-The rest of this folder takes a loss apart into the losses of single examples. Its results are about the loss of a batch
-only if that is their mean or sum. Losses that compare the examples of a batch with each other, or normalize by the
+This package takes a loss apart into the losses of single examples. Its results are about the loss of a batch only if
+that is their mean or sum. Losses that compare the examples of a batch with each other, or normalize by the
 batch, are neither.
 """
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._core.arguments import (
+from .._core.arguments import (
     Argnums,
     argument_name,
     check_argnums,
@@ -25,14 +25,14 @@ from ..._core.arguments import (
     count_examples,
     resolve_argnums,
 )
-from ..._core.compat import Tracer
-from ..._core.jaxpr import aval, with_inner
-from ..._core.prng import is_key
-from ..._core.target import platform
-from ..._grad import scalar_seed
-from ..._models.evaluation import evaluating_tree
-from ..._models.hashable import HashablePytree
-from ..._models.split_model import (
+from .._core.compat import Tracer
+from .._core.jaxpr import aval, with_inner
+from .._core.prng import is_key
+from .._core.target import platform
+from .._grad import scalar_seed
+from .._models.evaluation import evaluating_tree
+from .._models.hashable import HashablePytree
+from .._models.split_model import (
     SplitModel,
     bound_model,
     merge_tree,
