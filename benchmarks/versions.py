@@ -123,7 +123,7 @@ def main() -> None:
         print("nothing to compare with: give --other an interpreter whose environment has another JAX")
         return
     report = Report("versions", options, "flax", "optax")
-    found = in_turn([sys.executable, *options.other], 1 if options.smoke else 7, options.smoke)
+    found = in_turn([sys.executable, *options.other], 1 if options.smoke else 5, options.smoke)
     here = found.pop(jax.__version__)
     rows = [
         {"": row, f"jax {jax.__version__} (ms)": spread(times[row]["ours"] for times in here)}

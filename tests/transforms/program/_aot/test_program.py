@@ -123,7 +123,7 @@ step = Step.method""",
     "a special attribute of a class": """
 class Step:
     __slots__ = ()
-    __call__ = functools.partial(lambda x, rate: rate * x, rate={})
+    __call__ = staticmethod(functools.partial(lambda x, rate: rate * x, rate={}))
 step = Step()""",
     "the flatten functions of a pytree": """
 class Pair:
