@@ -157,7 +157,8 @@ def check_loss(
             shape = np.shape(is_padding_example)
             raise ValueError(f"{api}: is_padding_example must have shape ({size},), but got {shape}.")
         real = np.flatnonzero(~np.asarray(is_padding_example, bool))
-    tree, keys = split_tree((owner, rest)), ()
+    tree = split_tree((owner, rest))
+    keys: jax.Array | None = None
     if prng_argnum is not None:
         key = args[prng_argnum]
         keys = jnp.stack([key, jax.random.fold_in(key, 1)])
@@ -170,7 +171,9 @@ def check_loss(
         tree = outline.join(arrays)
         tree = with_splits(tree, [with_one_key(parts, number) for parts in splits_of(tree)])
         owner, args = evaluating_tree(merge_tree(tree))
-        args = tuple(batch[0].get(i, keys[number] if i == prng_argnum else x) for i, x in enumerate(args))
+        args = tuple(
+            batch[0].get(i, x if keys is None or i != prng_argnum else keys[number]) for i, x in enumerate(args)
+        )
         out = function(owner, *args, **batch[1])
         return out[0] if has_aux else out
 
@@ -252,8 +255,13 @@ def compared(
     rounding = max((jnp.finfo(x).eps for x in dtypes if jnp.issubdtype(x, jnp.inexact)), default=0)
     factor = _HALF_ROUNDING if rounding > 1e-5 else _ROUNDING
     random = any(eqn.primitive.name in _RANDOM for eqn in eqns)
-    values = (np.asarray(x, np.float64) for x in (alone, together))
-    return _verdict(*values, positions[:3], factor * float(rounding), random)
+    return _verdict(
+        np.asarray(alone, np.float64),
+        np.asarray(together, np.float64),
+        positions[:3],
+        factor * float(rounding),
+        random,
+    )
 
 
 def _verdict(
@@ -269,8 +277,7 @@ def _verdict(
       random: whether the program draws random numbers.
     """
     count = len(alone)
-    *batches, again = together
-    batches = np.array(batches)
+    batches, again = together[:3], together[3]
     if not np.isfinite(batches).all():
         return LossCheck("unknown", (), (), count, "the loss of a batch is not finite")
     if not np.isfinite(alone).all():
