@@ -23,6 +23,7 @@ from .._core.arguments import (
     check_argnums,
     check_callable,
     count_examples,
+    is_int,
     resolve_argnums,
 )
 from .._core.compat import Tracer
@@ -160,6 +161,9 @@ def check_loss(
     tree = split_tree((owner, rest))
     keys: jax.Array | None = None
     if prng_argnum is not None:
+        if not is_int(prng_argnum) or prng_argnum not in range(len(args)) or prng_argnum in batch[0]:
+            expected = "the position of a random key that is not in batch_argnums"
+            raise ValueError(f"{api}: prng_argnum must be {expected}, but got {prng_argnum!r}.")
         key = args[prng_argnum]
         keys = jnp.stack([key, jax.random.fold_in(key, 1)])
     models = splits_of(tree)
@@ -171,9 +175,8 @@ def check_loss(
         tree = outline.join(arrays)
         tree = with_splits(tree, [with_one_key(parts, number) for parts in splits_of(tree)])
         owner, args = evaluating_tree(merge_tree(tree))
-        args = tuple(
-            batch[0].get(i, x if keys is None or i != prng_argnum else keys[number]) for i, x in enumerate(args)
-        )
+        given = batch[0] if keys is None else {**batch[0], prng_argnum: keys[number]}
+        args = tuple(given.get(i, x) for i, x in enumerate(args))
         out = function(owner, *args, **batch[1])
         return out[0] if has_aux else out
 

@@ -318,6 +318,16 @@ def test_float64_is_compared_in_its_precision() -> None:
         (lambda w, x: x @ w, (W, X), {}, TypeError, "^check_loss: the loss must return one real scalar"),
         (decayed, (W, X, Y[:3]), {"batch_argnums": (1, 2)}, ValueError, "has 24 examples, but `y` has 3"),
         (decayed, (W, X, Y), {"batch_argnums": 7}, ValueError, "^check_loss: batch_argnums selects argument 7"),
+        *(
+            (
+                decayed,
+                (W, X, Y),
+                {"batch_argnums": (1, 2), "prng_argnum": wrong},
+                ValueError,
+                "^check_loss: prng_argnum",
+            )
+            for wrong in (1, 3, -1, True)
+        ),
         (decayed, (W, X, Y), {"is_padding_example": [True]}, ValueError, r"must have shape \(24,\), but got \(1,\)"),
     ],
 )
