@@ -70,7 +70,8 @@ def test_every_choice_fits_and_computes_the_same(accelerator: bool, monkeypatch:
     whole, ghost = (temporaries_of(method, jax.device_count()) for method in ("book_keeping", "ghost"))
     assert ghost < whole
     chosen = {}
-    for budget in (2 * whole, (whole + ghost) // 2, ghost + ghost // 64, ghost // 2):
+    # The search compiles the call apart, for which XLA needs up to 5 % more from jax 0.11 on.
+    for budget in (2 * whole, (whole + ghost) // 2, ghost + ghost // 16, ghost // 2):
         limited = of(memory_budget=budget)
         report = limited.explain(parameters(), words())
         chosen[report.method, report.examples] = report.why

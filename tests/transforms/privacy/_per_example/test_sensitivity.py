@@ -219,8 +219,10 @@ def test_groups_of_samples_are_neighbors_too(method: str) -> None:
     draws = jax.tree.map(lambda x: x.reshape(200, 2, 3, *x.shape[1:]), draws)  # two users with three samples each
     of_user = lambda params, user: sum(loss(params, jax.tree.map(lambda x: x[i, None], user)) for i in range(3))  # noqa: B023 (used at once)
     of = clipped_grad(of_user, l2_clip_norm=0.7, keep_batch_dim=False, method=method)
-    sums = jax.jit(lambda draws: lax.map(lambda users: of(PARAMS, users), draws))
-    apart = distance(sums(draws), sums(jax.tree.map(lambda x: x[:, 1:], draws)))
+    # Without a user means with padding in its place, so that one program computes both: a gradient of cancelling terms
+    # is rounding error, and a program of another size may round in another way (that of jax 0.12 does).
+    sums = jax.jit(lambda padding: lax.map(lambda users: of(PARAMS, users, is_padding_example=padding), draws))
+    apart = distance(sums(np.array([False, False])), sums(np.array([True, False])))
     assert apart.max() <= 0.7 * (1 + ROUNDING)
     assert apart.max() > 0.69
 
