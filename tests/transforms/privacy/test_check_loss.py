@@ -161,7 +161,8 @@ MEANS: dict[str, Callable[..., Any]] = {
 def test_means_are_means(name: str, size: int) -> None:
     found = check_loss(MEANS[name], W, X[:size], Y[:size], batch_argnums=(1, 2))
     assert (found.kind, found.reason) == ("mean", "")
-    assert len(found.from_mean) == len(found.from_sum) == 3
+    assert found.from_mean < 0.05
+    assert found.from_sum > 0.1
 
 
 def test_sums_are_sums_but_not_with_a_term_of_their_own() -> None:
