@@ -77,7 +77,8 @@ class DPSGD(Mechanism):
         an example, not for adding or removing one.
       check_loss: whether `fit` refuses a loss that couples the examples of a batch, such as one with in-batch
         negatives, since it trains on the losses of single examples. `plurax.transforms.check_loss` compares them before
-        the first step; a refusal depends on the data. False: the losses of single examples are meant.
+        the first step, with `keep_batch_dim`; a refusal depends on the data. False: the losses of single examples are
+        meant.
 
     Attributes:
       noise_multiplier: as given, or computed from `target_epsilon`.

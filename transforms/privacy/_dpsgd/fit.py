@@ -71,7 +71,7 @@ def train(
             store.going_on(begin, identity.differences)
         if begin < target:
             store.check_room(begin, state)
-    if private.check_loss and int(state.step) == 0:
+    if private.check_loss and private.keep_batch_dim and int(state.step) == 0:
         check_coupling(private, state, batches(state))
     recorder, alone = Recorder(history_every, history), state.members is None
     changing, frozen = without_frozen(state.tree, private.random_state)

@@ -112,9 +112,12 @@ def test_a_resumed_run_and_single_examples_are_not_checked(monkeypatch: pytest.M
     dp = dpsgd(contrastive, check_loss=False)
     state, _ = run(dp, W, steps=2)
     dpsgd(contrastive).fit(state, (X, Y), progress=False)
-    pairs = lambda w, x, y: jnp.sqrt(mean(w, x, y))
-    groups = X.reshape(40, 1, 6).repeat(3, axis=1), Y[:, None].repeat(3, axis=1)
-    run(dpsgd(pairs, keep_batch_dim=False), W, groups)
+    # The loss of a group of three, which also takes a batch of groups and is no mean of theirs.
+    of_group = lambda w, x: jnp.sqrt(jnp.mean((x @ w) ** 2))
+    groups = np.stack([X, 2 * X, X**2], axis=1)
+    assert len(run(dpsgd(of_group, keep_batch_dim=False), W, groups)[1]) == 4
+    with pytest.raises(ValueError, match="^DPSGD.fit: the loss of a batch is neither"):
+        run(dpsgd(of_group), W, groups)
 
 
 def test_auxiliary_outputs_and_small_batches() -> None:

@@ -194,7 +194,7 @@ def test_a_checkpoint_at_the_step_of_the_state_does_not_replace_it(tmp_path: Any
 
 
 def other_loss(model: Any, x: Any, y: Any) -> Any:
-    return loss(model, x, y) + 1e-4 * jnp.sum(x**2)
+    return loss(model, x, y) + 1e-4 * jnp.mean(x**2)
 
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
