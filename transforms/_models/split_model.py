@@ -206,6 +206,8 @@ def split(model: Any, trains: Any = None) -> SplitModel:
     # Pure dicts: a `State` would hold the module's own variables, and a copy of it would change with the original.
     parts: Any = nnx.split(model, nnx.Param if trains is None else trains, ...)
     graphdef, trainable, rest = parts
+    if not all(isinstance(x, nnx.Variable) for _, x in nnx.to_flat_state(rest)):
+        refuse_models_within(model)
     # In the order of the leaves of `graphdef`, in which `merge` has to pass them.
     paths = sorted(
         (path, trains) for state, trains in ((trainable, True), (rest, False)) for path, _ in nnx.to_flat_state(state)
@@ -213,6 +215,25 @@ def split(model: Any, trains: Any = None) -> SplitModel:
     return SplitModel(
         ModuleStructure(graphdef, paths, trains), *(nnx.to_pure_dict(state, _held) for state in (trainable, rest))
     )
+
+
+def refuse_models_within(module: Any) -> None:
+    """Raise if an NNX module contains an ensemble or another model of ours, which has no variables, so nothing trains.
+
+    Flax sees plain arrays in it, which neither a derivative nor an optimizer of Flax selects.
+    """
+    from flax import nnx
+
+    for path, node in nnx.iter_graph(module):
+        if is_module(node) or not is_model(node):
+            continue
+        cure = "pass it as an argument of its own"
+        if is_members(node):
+            stacked = "jax.tree.map(lambda *x: jnp.stack(x), *ensemble)"
+            call = "plurax.transforms.vmap(lambda member, x: member(x), (0, None))(self.members, x)"
+            cure += f", or keep the members as one stacked module, self.members = {stacked}, and call {call}"
+        what = f"`{dotted(path)}` of {type(module).__name__} is of the class {type(node).__name__}"
+        raise TypeError(f"{what}, in which Flax finds no variables, so it would never train; {cure}.")
 
 
 def _held(variable: Any) -> Any:

@@ -12,7 +12,7 @@ from flax import nnx
 
 from .._core.arguments import describe
 from .._core.compat import Tracer
-from .._models.split_model import dotted, is_members, is_module
+from .._models.split_model import dotted, is_members, is_module, refuse_models_within
 
 Path = tuple[Any, ...]
 
@@ -31,12 +31,13 @@ def apply_to_module(api: str, model: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def check_module(api: str, model: Any) -> None:
-    """Raise if a model is not one NNX module, or has variables of an experimental kind of Flax."""
+    """Raise if a model is not one NNX module, holds an ensemble, or has variables of an experimental kind of Flax."""
     if is_members(model):
         raise TypeError(f"{api}: model must be one module, but got an ensemble; use Ensemble.create, save or load.")
     if not is_module(model):
         cure = "put modules into an nnx.Dict, or a Linen module into an nnx.bridge.ToNNX"
         raise TypeError(f"{api}: model must be a Flax NNX module, but got {describe(model)}; {cure}.")
+    refuse_models_within(model)
     for path, x in nnx.to_flat_state(nnx.state(model)):
         if isinstance(x, nnx.Variable) and (x.hijax or x.ref):
             cure = "convert it with nnx.with_vars(model, hijax=False, ref=False)"

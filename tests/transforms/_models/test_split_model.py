@@ -16,9 +16,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from plurax.transforms import grad, vmap
+from plurax.ensemble import Ensemble
+from plurax.transforms import clipped_grad, grad, per_sample_grad, vmap
 from plurax.transforms._models.mutation import passing_through
 from plurax.transforms._models.split_model import by_value, is_model, is_module, named_arrays, split, split_tree
+from plurax.transforms.modules import freeze, save_params
 
 pytestmark = pytest.mark.smoke
 
@@ -231,3 +233,54 @@ def test_a_copied_structure_is_equal() -> None:
     again = pickle.loads(pickle.dumps(parts))
     assert jax.tree.structure(again) == jax.tree.structure(parts)
     assert isinstance(again.merge(), nnx.Linear)
+
+
+class Holder(nnx.Module):
+    """A module with something else inside."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = nnx.data({"a": [inner]})
+        self.out = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+
+
+def test_an_ensemble_inside_a_module_is_refused() -> None:
+    # Flax finds no variables in it: it would have no gradient, and nothing would train it.
+    ens = Ensemble.create(lambda rngs: nnx.Linear(3, 2, rngs=rngs), 4, seed=0)
+    functional = Ensemble.from_apply(lambda v, x: v["w"] * x, [{"w": np.ones(2)}])[0]
+    loss = lambda model, *_: model.out(jnp.ones(2)).sum()
+    x = np.ones((3, 2), np.float32)
+    for inner, remedy in ((ens, "stacked module"), (functional, "pass it as an argument of its own")):
+        model = Holder(inner)
+        what = rf"^`inner\.a\.0` of Holder is of the class {type(inner).__name__}, in which Flax finds .*{remedy}"
+        for met in (
+            lambda model: grad(loss)(model),
+            lambda model: per_sample_grad(loss)(model, x),
+            lambda model: clipped_grad(loss, l2_clip_norm=1.0)(model, x),
+            lambda model: vmap(loss, (None, 0))(model, x),
+            lambda model: Ensemble.stack([model]),
+            lambda model: Ensemble.create(lambda rngs: nnx.clone(model), 2, seed=0),
+            lambda model: freeze(model, nnx.Linear),
+            lambda model: save_params("unused.safetensors", model),
+        ):
+            with pytest.raises(TypeError, match=what):
+                met(model)
+
+
+class Stacked(nnx.Module):
+    """The remedy: members as one stacked module, and a layer on top."""
+
+    def __init__(self, ensemble: Any) -> None:
+        self.members = jax.tree.map(lambda *x: jnp.stack(x), *ensemble)
+        self.out = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+
+    def __call__(self, x: Any) -> Any:
+        return self.out(vmap(lambda member, x: member(x), (0, None))(self.members, x))
+
+
+def test_members_train_as_one_stacked_module() -> None:
+    ens = Ensemble.create(lambda rngs: nnx.Linear(3, 2, rngs=rngs), 4, seed=0)
+    model, x = Stacked(ens), np.ones((5, 3), np.float32)
+    np.testing.assert_allclose(model(x), model.out(ens(x)), rtol=1e-5)
+    gradient = grad(lambda model, x: model(x).sum())(model, x)
+    expected = jax.grad(lambda kernel: model.out(x @ kernel + ens[2].bias[...]).sum())(ens[2].kernel[...])
+    np.testing.assert_allclose(gradient["members"]["kernel"][...][2], expected, rtol=1e-5)
