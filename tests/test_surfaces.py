@@ -228,6 +228,8 @@ def test_private_attributes_are_there() -> None:
     assert not compat.inside_a_transform()
     assert jax.jit(lambda x: jnp.array(compat.inside_a_transform()))(LINE), "`get_opaque_trace_state`"
     assert jax.lax.mul_p in compat.jet_rules(), "`jax.experimental.jet`"
+    two = jax.make_jaxpr(lambda x, y: (x + 1, y * 2))(LINE, LINE).jaxpr
+    assert compat.needed(two, [False, True]) == [False, True], "`dce_jaxpr` returns something else"
     compiled = lowered.compile()
     compat.Dispatched(compiled, (LINE,), {}, jax.tree.structure(0))
     trees = jax.tree.structure(((LINE,), {})), jax.tree.structure(0)

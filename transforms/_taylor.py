@@ -112,7 +112,7 @@ def derivative(fun: Callable[P, R], order: int) -> Callable[P, R]:
         def of_first(x: Any) -> Any:
             arguments = (owner_parts, (x, *rest_parts), kwarg_parts)
             out, models = call_with_models(function, arguments)
-            refuse_changes("derivative: fun", function, arguments, models, "which would be lost; use")
+            refuse_changes("derivative: fun", function, arguments, models, "which would be lost")
             _check_floating("output", out)
             return out
 

@@ -14,20 +14,24 @@ from ._calls.plain import plain_size
 from ._core.arguments import argument_name, check_callable, check_count, leaf_name, transform_of, wrap_like
 from ._core.axes import Axes, axes_per_argument, broadcast_axes, check_axes, check_in_axes, check_out_axes, mapped_size
 from ._core.memory import check_budget, chunk_within
-from ._models.mutation import call_with_models, refuse_changes
+from ._models.mutation import call_with_models, refuse_changes, update, with_changes
 from ._models.split_model import (
+    ModuleStructure,
     SplitModel,
     bound_model,
     is_members,
     is_model,
+    is_module,
     is_split,
     merge_tree,
     models_of,
     refuse_shared_state,
     split,
     splits_of,
+    with_splits,
     without_shared,
 )
+from ._models.streams import check_filter, split_streams
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,6 +47,7 @@ def vmap(
     spmd_axis_name: Any = None,
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
+    split_rngs: Any = False,
 ) -> Callable[P, R]:
     """Map `fun` over an axis of its arguments.
 
@@ -73,17 +78,24 @@ def vmap(
         (1000**3) or "1e9", in upper or lower case. `vmap` takes the largest chunk whose temporaries fit, as reported by
         the compiler; arguments and results are not counted. Inside another `vmap`, a loop or a derivative the budget
         bounds the temporaries of one slice, iteration or evaluation, and a warning is given.
+      split_rngs: whether each slice draws random numbers of its own from Flax modules that are not mapped, `fun`
+        included: False, True, or an NNX filter that selects random streams, such as "dropout". As with
+        `nnx.split_rngs`, a selected stream advances once, in the module that was passed and in a returned one, and the
+        key that it draws is split into one for each slice, the same for every `chunk_size`. Streams that are not
+        selected give the same numbers to every slice.
 
     Returns:
       A function of the same arguments, whose outputs have the mapped axis at `out_axes`.
 
     Raises:
-      TypeError: `fun` is not callable; an axis, `axis_size` or `chunk_size` is not an integer; `in_axes` is a dict.
+      TypeError: `fun` is not callable; an axis, `axis_size` or `chunk_size` is not an integer; `in_axes` is a dict;
+        `split_rngs` is not a filter.
       ValueError: an axis is out of range; `in_axes` or `out_axes` does not fit the structure; mapped sizes differ;
         nothing is mapped and there is no `axis_size`; `chunk_size` is below 1; `chunk_size` or `memory_budget` is given
         with `axis_name`, or both are given; no chunk fits into `memory_budget`; the axis of an ensemble, or of a model
-        in the output, is not 0; a model would change its own state (BatchNorm in training, dropout) and is not
-        returned; models share a variable.
+        in the output, is not 0; a model would change its own state (BatchNorm in training, dropout without
+        `split_rngs`) and is not returned; models share a variable; `split_rngs` is a filter that selects no stream, or
+        it selects a stack of streams; a module whose streams would advance is closed over by a function under JAX.
 
     Warns:
       UserWarning: `memory_budget` is used inside another `vmap`, a loop or a derivative, so the whole program may need
@@ -104,8 +116,17 @@ def vmap(
       Array([0., 1.], dtype=float32)
       >>> vmap(jnp.sin, chunk_size=2)(jnp.zeros(5)).shape
       (5,)
+
+      Dropout with a mask for each slice:
+
+      >>> from flax import nnx
+      >>> drop = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+      >>> vmap(drop, split_rngs=True)(jnp.ones((2, 4)))
+      Array([[2., 2., 2., 0.],
+             [0., 2., 2., 0.]], dtype=float32)
     """
-    return vmap_of("vmap", fun, in_axes, out_axes, axis_name, axis_size, spmd_axis_name, chunk_size, memory_budget)
+    options = axis_name, axis_size, spmd_axis_name, chunk_size, memory_budget, split_rngs
+    return vmap_of("vmap", fun, in_axes, out_axes, *options)
 
 
 def vmap_of(
@@ -118,6 +139,7 @@ def vmap_of(
     spmd_axis_name: Any = None,
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
+    split_rngs: Any = False,
 ) -> Callable[..., Any]:
     """Map `fun` as `vmap` does, on behalf of the transform that `api` names in errors."""
     check_callable(api, fun)
@@ -126,6 +148,7 @@ def vmap_of(
     check_count(api, "axis_size", axis_size, 0, optional=True)
     check_count(api, "chunk_size", chunk_size, optional=True)
     budget = check_budget(api, memory_budget, chunk_size)
+    check_filter(api, split_rngs)
     if axis_name is not None and (chunk_size is not None or budget is not None):
         limit = "chunk_size" if budget is None else "memory_budget"
         raise ValueError(f"{api}: with {limit}, a collective over axis_name would see only one chunk; leave one out.")
@@ -140,7 +163,7 @@ def vmap_of(
     keyword_axis = None if owner_axis == 0 and in_axes is None else 0
 
     names = {"axis_name": axis_name, "spmd_axis_name": spmd_axis_name}
-    whole = owner is None and axis_size is None and chunk_size is None and budget is None
+    whole = owner is None and axis_size is None and chunk_size is None and budget is None and split_rngs is False
 
     def of_plain_slice(*args: Any) -> Any:
         out = fun(*args)
@@ -161,9 +184,13 @@ def vmap_of(
         size = mapped_size(api, fun, own, own_kwargs, argument_axes, keyword_axis, expected, given_by)
         _check_model_axes(api, fun, args, argument_axes)
         axes = (owner_axis, argument_axes, keyword_axis)
-        leaves, treedef = jax.tree.flatten(_split_models((owner, args, kwargs)))
+        before = _split_models((owner, args, kwargs))
+        divided, advanced = _split_rngs(api, before, axes, size, split_rngs)
+        leaves, treedef = jax.tree.flatten(divided)
+        # The arrays of streams are new ones if the streams were split, and then they have an axis of slices.
+        both = zip(jax.tree.leaves(before), leaves, _leaf_axes(axes, before), strict=True)
+        leaf_axes = [axis if x is y else 0 for x, y, axis in both]
         # Explicit sharding is part of an array's type, and JAX maps only arrays whose mapped axes are sharded alike.
-        leaf_axes = _leaf_axes(axes, jax.tree.unflatten(treedef, leaves))
         leaves, parts = divided_alike(leaves, leaf_axes)
         arrays = jax.tree.unflatten(treedef, leaves)
         # Otherwise a prefix: JAX maps some pytrees, such as `BCOO`, as one leaf.
@@ -171,7 +198,7 @@ def vmap_of(
         array_axes = jax.tree.unflatten(treedef, leaf_axes) if shares else axes
 
         def of_slice(owner: Any, args: Any, kwargs: Any) -> Any:
-            return _evaluate_slice(api, function, (owner, args, kwargs), axes, out_axes)
+            return _evaluate_slice(api, function, (owner, args, kwargs), axes, out_axes, advanced)
 
         def over_slices(size: int) -> Callable[..., Any]:
             return jax.vmap(of_slice, array_axes, out_axes, axis_size=size, **names)
@@ -185,9 +212,11 @@ def vmap_of(
 
         with _suggesting(api, fun, argument_axes):
             # For a budget, `in_chunks` is compiled with several chunk sizes until the largest that fits is found.
-            return merge_tree(in_chunks(chunk_size if budget is None else chunk_within(api, in_chunks, size, budget)))
+            out = merge_tree(in_chunks(chunk_size if budget is None else chunk_within(api, in_chunks, size, budget)))
+        _advance(api, models_of((owner, args, kwargs)), advanced)
+        return out
 
-    options = in_axes, out_axes, axis_name, axis_size, spmd_axis_name, chunk_size, memory_budget
+    options = in_axes, out_axes, axis_name, axis_size, spmd_axis_name, chunk_size, memory_budget, split_rngs
     return wrap_like(fun, api, mapped, lambda fun: vmap_of(api, fun, *options))
 
 
@@ -239,11 +268,58 @@ def _check_model_axes(api: str, fun: Callable[..., Any], args: tuple[Any, ...], 
                 raise ValueError(f"{api}: in_axes is {axis} for the ensemble `{name}`, {cure}.")
 
 
-def _evaluate_slice(api: str, function: Callable[..., Any], arrays: Any, axes: Any, out_axes: Axes) -> Any:
+def _split_rngs(api: str, models: Any, axes: Any, size: int, only: Any) -> tuple[Any, list[dict[str, Any]]]:
+    """Split the random streams of modules that are not mapped, one for each slice.
+
+    Args:
+      api: the transform's name in errors.
+      models: the owner, the arguments and the keyword arguments, with split models.
+      axes: their axes.
+      size: the number of slices.
+      only: the argument `split_rngs` of `vmap`.
+
+    Returns:
+      The same with split streams, and for each model, ensembles included, the arrays of its streams after the map.
+    """
+    leaves, treedef = jax.tree.flatten(models, is_leaf=_is_stacked)
+    advanced: list[dict[str, Any]] = []
+    for i, axis in enumerate(broadcast_axes(axes, models, is_leaf=_is_stacked)):
+        if not _is_stacked(leaves[i]):
+            continue
+        advanced.append({})
+        if only is not False and axis is None and isinstance(getattr(leaves[i], "structure", None), ModuleStructure):
+            leaves[i], advanced[-1] = split_streams(api, leaves[i], size, only)
+    if only not in (True, False) and not any(advanced):
+        what = f"split_rngs={only!r} selects no random stream of a module that is not mapped"
+        raise ValueError(f"{api}: {what}; pass True for all streams, or False.")
+    return jax.tree.unflatten(treedef, leaves), advanced
+
+
+def _advance(api: str, models: Sequence[Any], advanced: Sequence[dict[str, Any]]) -> None:
+    """Write these arrays of their random streams into models, in place."""
+    if not any(advanced):
+        return
+    pairs = [(model, arrays) for model, arrays in zip(models, advanced, strict=True) if arrays]
+    before = [split(model) for model, _ in pairs]
+    update(api, [model for model, _ in pairs], before, with_changes(before, [arrays for _, arrays in pairs]))
+
+
+def _evaluate_slice(
+    api: str,
+    function: Callable[..., Any],
+    arrays: Any,
+    axes: Any,
+    out_axes: Axes,
+    advanced: Sequence[dict[str, Any]],
+) -> Any:
     """Evaluate `function` on one slice: merge the models for it, and split the models that it returns."""
     leaves, treedef = jax.tree.flatten(arrays, is_leaf=_is_stacked)
     ensembles: list[tuple[Any, SplitModel]] = []
+    mapped: list[bool] = []
     for i, axis in enumerate(broadcast_axes(axes, arrays, is_leaf=_is_stacked)):
+        if not _is_stacked(leaves[i]):
+            continue
+        mapped.append(axis is not None)
         ensemble = leaves[i]
         if is_members(ensemble):
             leaves[i] = split(ensemble if axis is None else ensemble.__plurax_member__())
@@ -251,11 +327,23 @@ def _evaluate_slice(api: str, function: Callable[..., Any], arrays: Any, axes: A
                 ensembles.append((ensemble, leaves[i]))
     arguments = jax.tree.unflatten(treedef, leaves)
     out, models = call_with_models(function, arguments)
-    # After the map there is only one model: changes that each slice makes are lost unless the model is an output.
-    why = "which would be lost; return the model as well, or map"
-    refuse_changes(f"{api}: the mapped function", function, arguments, models, why, returned=models_of(out))
-    # `call_with_models` returns models in the order of their splits, so the index of a member's split is its model's.
     befores = splits_of(arguments)
+
+    def remedies(i: int, drawn: bool, other: bool) -> list[str]:
+        """Return what to do about changes that random draws from a model have made, and other changes of it."""
+        if api != "vmap":
+            return []
+        returned = ["return the model as well"] if mapped[i] or other or not is_module(models[i]) else []
+        own = ["pass split_rngs=True, so that each slice draws its own numbers"]
+        return [" and ".join(returned + (own if drawn and not mapped[i] and is_module(models[i]) else []))]
+
+    # Split streams are as after the map, in models that are returned too. Other changes that each slice makes are lost
+    # unless the model is an output, since after the map there is only one model.
+    _advance(api, models, advanced)
+    settled = with_splits(arguments, with_changes(befores, advanced))
+    who, why = f"{api}: the mapped function", "which would be lost"
+    refuse_changes(who, function, settled, models, why, remedies, models_of(out))
+    # `call_with_models` returns models in the order of their splits, so the index of a member's split is its model's.
     members = [(ensemble, before.structure, models[befores.index(before)]) for ensemble, before in ensembles]
     return _split_output(api, out, members, out_axes)
 

@@ -106,8 +106,8 @@ def _outputs(
         member = jax.tree.unflatten(ensemble, jax.tree.leaves((own, shared)))
         arguments = (split(member.__plurax_member__()), *static.join(arrays))
         out, models = call_with_models(_evaluate, arguments)
-        why, view = "which would be lost; use", "ensemble.view("
-        refuse_changes("Ensemble: a call", _evaluate, arguments, models, why, view=view)
+        lost, view = "which would be lost", "ensemble.view("
+        refuse_changes("Ensemble: a call", _evaluate, arguments, models, lost, _keeping, view=view)
         return out
 
     def call(*of_members: Any) -> Any:
@@ -135,6 +135,11 @@ def _outputs(
     # Each device calls its own members: without `shard_map` the compiler would gather the members for convolutions.
     specs = [P() if axis is None else P(*[None] * axis, ENSEMBLE) for axis in array_axes]
     return layout.on_each(call, P(ENSEMBLE), P(), specs)(own, ens.shared, arrays)
+
+
+def _keeping(*_: Any) -> list[str]:
+    """Return the remedy that works for every state: a map that returns the members, as an ensemble."""
+    return ["return the members: plurax.transforms.vmap(lambda member, x: (member, member(x)), (0, None))(ensemble, x)"]
 
 
 def _evaluate(model: Any, /, *args: Any, **kwargs: Any) -> Any:

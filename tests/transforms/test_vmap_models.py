@@ -171,7 +171,7 @@ def test_batch_norm_and_dropout_in_training_are_refused(nets: Ensemble) -> None:
         with pytest.raises(ValueError, match=f"changes the state of {changed}, which would be lost"):
             jax.eval_shape(vmap(nnx.view(net, **view)), X)
     with pytest.raises(ValueError, match=r"changes the state of Rngs \(`default\.count`\)"):
-        vmap(lambda x, rngs: (rngs(), x)[1], (0, None))(X, nnx.Rngs(0))
+        vmap(lambda x, rngs: x + rngs.uniform(), (0, None))(X, nnx.Rngs(0))
 
 
 def test_a_module_that_changes_its_configuration_is_refused() -> None:
@@ -250,6 +250,155 @@ def test_modules_that_share_a_variable_are_refused() -> None:
     pair = nnx.Dict(first=evaluating(first), second=evaluating(second))
     mapped = vmap(lambda pair, x: call(pair["first"], pair["second"], x), (None, 0))
     assert_close(mapped(pair, X), 2 * X * first.gain[...])
+
+
+# Random streams of modules that are not mapped.
+
+
+class Noisy(nnx.Module):
+    """Dropout that is applied twice, noise from another stream, and a mean of the inputs in training."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0, dropout=1, noise=2)
+        self.gain, self.drop = Gain(rngs), nnx.Dropout(0.5, rngs=rngs)
+        self.gain.use_running_average = True
+        self.noise = rngs.noise.fork()
+
+    def __call__(self, x: Any) -> jax.Array:
+        return self.drop(self.drop(self.gain(x))) + self.noise.normal(x.shape)
+
+
+def streams(model: Noisy) -> dict[str, Any]:
+    return {"dropout": model.drop.rngs, "noise": model.noise}
+
+
+def one_by_one(model: Noisy, xs: Any, only: Any) -> jax.Array:
+    """Return the outputs for each slice, with the keys that `nnx.split_rngs` gives a copy of the model."""
+    divided = nnx.clone(model)
+    backups = list(nnx.split_rngs(divided, splits=len(xs), only=only, graph=True, graph_updates=True))
+    outs = []
+    for i, x in enumerate(xs):
+        copy = nnx.clone(model)
+        for name, stream in streams(copy).items():
+            key = streams(divided)[name].key.get_raw_value()
+            if key.ndim:
+                stream.key.set_value(key[i])
+                stream.count.set_value(jnp.uint32(0))
+        outs.append(copy(x))
+    assert backups
+    return jnp.stack(outs)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_each_slice_draws_its_own_numbers_as_with_nnx_split_rngs(chunk_size: int | None) -> None:
+    options: Any = {"split_rngs": True, "chunk_size": chunk_size}
+    expected = one_by_one(Noisy(), X, ...)
+    for mapped in (
+        lambda model: vmap(model, **options)(X),
+        lambda model: vmap(model.__call__, 1, 1, **options)(X.swapaxes(0, 1)).swapaxes(0, 1),
+        lambda model: vmap(lambda models, x: models["a"][0](x), (None, 0), **options)({"a": [model]}, X),
+        lambda model: nnx.jit(lambda model, x: vmap(model, **options)(x))(model, X),
+    ):
+        model = Noisy()
+        assert_close(mapped(model), expected)
+        for name, stream in streams(model).items():
+            assert int(stream.count[...]) == 1, name
+            assert_close(stream.key[...], streams(Noisy())[name].key[...])
+    again = mapped(model)
+    assert_close(again, one_by_one(model_after_one_draw(), X, ...))
+    assert float(jnp.abs(again - expected).max()) > 0.1
+
+
+def model_after_one_draw() -> Noisy:
+    model = Noisy()
+    for stream in streams(model).values():
+        stream()
+    return model
+
+
+def test_a_returned_module_has_its_streams_advanced_once() -> None:
+    model = Noisy()
+    model.gain.use_running_average = False
+    called = lambda model, x: (model, model(x))
+    out, ys = vmap(called, (None, 0), split_rngs=True, chunk_size=3)(model, X)
+    assert_close(ys, one_by_one(Noisy(), X, ...))
+    assert_close(out.gain.mean[...], 0.1 * X.mean(1))
+    for name, stream in streams(out).items():
+        np.testing.assert_array_equal(stream.count[...], np.ones(5, np.uint32))
+        assert_close(stream.key[...], jnp.stack([streams(Noisy())[name].key[...]] * 5))
+    assert not model.gain.mean[...].any()
+
+
+def test_a_filter_selects_the_streams_that_are_split() -> None:
+    model = Noisy()
+    out, ys = vmap(lambda model, x: (model, model(x)), (None, 0), split_rngs="dropout")(model, X)
+    assert_close(ys, one_by_one(Noisy(), X, "dropout"))
+    assert [int(stream.count[...]) for stream in streams(model).values()] == [1, 0]
+    # A stream that is not split is shared, and changes like any other state.
+    np.testing.assert_array_equal(out.noise.count[...], np.ones(5, np.uint32))
+    with pytest.raises(
+        ValueError, match=r"changes the state of Noisy \(`noise\.count`\), which would be lost; pass split"
+    ):
+        vmap(model, split_rngs="dropout")(X)
+    for wrong in ("droput", None, nnx.Param):
+        with pytest.raises(ValueError, match=r"^vmap: split_rngs=.* selects no random stream of a module that is not"):
+            vmap(model, split_rngs=wrong)(X)
+    with pytest.raises(
+        TypeError, match=r"^vmap: split_rngs must be False, True or an NNX filter, but got 3 of type int"
+    ):
+        vmap(model, split_rngs=3)
+    assert_close(vmap(jnp.sin, split_rngs=True)(X), np.sin(X))
+    stack = vmap(lambda key: nnx.Dropout(0.5, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 4))
+    with pytest.raises(
+        ValueError, match=r"the random stream `rngs\.key` of Dropout is a stack of shape \(4,\); map the"
+    ):
+        vmap(lambda stack, x: x, (None, 0), split_rngs=True)(stack, X)
+
+
+def test_streams_are_split_inside_of_transforms() -> None:
+    loss = lambda model, x: vmap(lambda model, x: model(x), (None, 0), split_rngs=True)(model, x).sum()
+    model = Noisy()
+    gradient = grad(loss)(model, X)
+    expected = jax.grad(lambda gain: one_by_one(with_gain(Noisy(), gain), X, ...).sum())(model.gain.gain[...])
+    assert_close(gradient["gain"]["gain"][...], expected)
+    assert int(model.drop.rngs.count[...]) == 1  # as after any gradient, the module has the new state
+    with pytest.raises(
+        ValueError, match=r"^vmap: the call changes `.*count` of Noisy, which is closed over by a function"
+    ):
+        jax.jit(lambda x: vmap(model, split_rngs=True)(x))(X)
+    # Rows of slices: the keys are split once for the rows, and again in each.
+    rows = vmap(vmap(Noisy.__call__, (None, 0), split_rngs=True), (None, 0), split_rngs=True)(Noisy(), X)
+    assert rows.shape == X.shape
+    assert len(np.unique(np.asarray(rows))) == X.size
+
+
+def with_gain(model: Noisy, gain: Any) -> Noisy:
+    model.gain.gain.set_value(gain)
+    return model
+
+
+def test_remedies_for_state_that_would_be_lost(nets: Ensemble) -> None:
+    net = nets[0]
+    both = (
+        r"return the model as well and pass split_rngs=True, .*\(model, use_running_average=True, deterministic=True\)"
+    )
+    with pytest.raises(ValueError, match=both):
+        vmap(net)(X)
+    assert vmap(lambda net, x: (net, net(x)), (None, 0), split_rngs=True)(net, X)[1].shape == (5, 2, 2)
+    assert vmap(nnx.view(net, use_running_average=True, deterministic=True))(X).shape == (5, 2, 2)
+    evaluated = nnx.view(net, use_running_average=True)
+    with pytest.raises(
+        ValueError, match=r"lost; pass split_rngs=True, so .*, or .* nnx\.view\(model, deterministic=True"
+    ):
+        vmap(evaluated)(X)
+    assert vmap(evaluated, split_rngs=True)(X).shape == (5, 2, 2)
+    with pytest.raises(
+        ValueError, match=r"lost; return the model as well, or use .*\(model, use_running_average=True\)\."
+    ):
+        vmap(nnx.view(net, deterministic=True))(X)
+    # Each member has streams of its own.
+    with pytest.raises(ValueError, match=r"lost; return the model as well, or use .*\(model, deterministic=True\)\."):
+        vmap(nets.view(use_running_average=True), None)(X[0])
 
 
 # An ensemble as the function.

@@ -163,8 +163,7 @@ class Call:
         """
         out, aux, before, left = self._evaluate(primals, replaced, kwargs)
         # This is called for one example of a batch: there is a new state for each, and none could be written back.
-        why, more = "which all examples share; use", "; call nnx.RNN with initial_carry="
-        refuse_changes(f"{self._api}: fun", self._function, before, left, why, more)
+        refuse_changes(f"{self._api}: fun", self._function, before, left, "which all examples share")
         return out, aux
 
     def finish(self, rest: Any) -> Any:

@@ -1,7 +1,8 @@
 """Everything that depends on the version of JAX: imports that move, private attributes, and classes of errors.
 
-`jax.core`, `jax.extend` and `jax.experimental` are imported here and nowhere else. `tests/test_surfaces.py` lists what
-this file and the rules for primitives read of JAX, and finds what a new version has changed.
+`jax.core`, `jax.extend`, `jax.experimental` and `jax.interpreters` are imported here and nowhere else.
+`tests/test_surfaces.py` lists what this file and the rules for primitives read of JAX, and finds what a new version has
+changed.
 """
 
 import contextlib
@@ -93,6 +94,14 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     shared, carry, _ = params["ft_in"].unpack()  # from jax 0.11 on
     return len(shared), len(carry)
+
+
+def needed(jaxpr: Any, outputs: Sequence[bool]) -> list[bool]:
+    """Return for each input of a program whether one of these outputs, or an effect, depends on it."""
+    with fragile("`jax.interpreters.partial_eval.dce_jaxpr`"):
+        from jax.interpreters.partial_eval import dce_jaxpr
+
+        return dce_jaxpr(jaxpr, list(outputs))[1]
 
 
 def varying_axes(x: Any) -> frozenset[str]:

@@ -7,6 +7,7 @@ calls JAX, merges it inside the traced function, and afterwards writes the chang
   (`SplitModel`), merges it, and finds the model that a function is bound to (a method's `self`, a module itself);
 - `mutation.py` calls a function with merged models, determines which arrays the function changed and which it only
   passed through, raises if a change is not allowed, and otherwise writes the changes into the user's models;
+- `streams.py` splits the random streams of a module, one for each slice of a map;
 - `stacking.py` stacks models of one architecture along axis 0, or raises with the first difference between them;
 - `equinox.py` handles Equinox modules, which are pytrees with functions, numbers and strings among the leaves: it
   selects the leaves to differentiate, and makes a pytree of the arrays alone;

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from inspect import signature
+from typing import Any, NamedTuple
 
 import jax
 
-from .._core.compat import scan_counts
+from .._core.compat import Literal, needed, scan_counts
 from .._core.jaxpr import CALLS, IDENTITIES, aval, called, interpret
+from .hashable import HashablePytree
 from .split_model import (
     SplitModel,
     array_name,
@@ -146,15 +148,23 @@ def _out_of_reach(model: Any, paths: Sequence[str]) -> str | None:
 
 
 def changes(
-    function: Callable[..., Any], arguments: Any, models: list[Any], returned: Sequence[Any] = ()
+    function: Callable[..., Any],
+    arguments: Any,
+    models: list[Any],
+    returned: Sequence[Any] = (),
+    *,
+    ignore_unused: bool = False,
 ) -> list[list[str]]:
-    """Return for each of the `models` after a call the paths of changed arrays; none for models it has `returned`."""
+    """Return for each of the `models` after a call the paths of changed arrays; none for models it has `returned`.
+
+    With `ignore_unused`, counts of random streams are left out if no output depends on what was drawn.
+    """
     found = [
         [] if any(x is model for x in returned) else before.changes(split(model))
         for before, model in zip(splits_of(arguments), models, strict=True)
     ]
     if any(found):
-        kept = passing_through(function, arguments)
+        kept = passing_through(function, arguments, ignore_unused=ignore_unused)
         found = [[path for path in paths if path not in same] for paths, same in zip(found, kept, strict=True)]
     return found
 
@@ -165,65 +175,143 @@ def refuse_changes(
     arguments: Any,
     models: list[Any],
     why: str,
-    more: str = "",
+    remedies: Callable[[int, bool, bool], list[str]] = lambda *_: [],
     returned: Sequence[Any] = (),
     view: str = "nnx.view(model, ",
 ) -> None:
     """Raise if a call has changed the state of one of its models, except models that it has `returned`.
 
-    `why` is the reason in the error, and leads over to the evaluation mode as the remedy; `more` is a further remedy.
-    `view` is the beginning of the call that returns the model in that mode.
+    The count of a random stream may change if no output depends on what was drawn from the stream in the call: an
+    `nnx.RNN` draws keys for its initial carry, which is zero by default.
+
+    Args:
+      who: the call, as the subject of the error.
+      function: as for `call_with_models`.
+      arguments: as for `call_with_models`.
+      models: the models after the call.
+      why: what becomes of the changes.
+      remedies: a function from the index of a model, whether its random streams have changed, and whether anything else
+        has, to remedies besides the evaluation mode.
+      returned: models that may change.
+      view: the beginning of the call that returns the model in evaluation mode.
     """
-    for model, paths in zip(models, changes(function, arguments, models, returned), strict=True):
-        if paths:
-            modes = f"{view}use_running_average=True) for BatchNorm, deterministic=True for dropout"
-            state = f"the state of {type(model).__name__} (`{paths[0]}`)"
-            raise ValueError(f"{who} changes {state}, {why} its evaluation mode: {modes}{more}.")
+    found = changes(function, arguments, models, returned, ignore_unused=True)
+    for i, (before, paths) in enumerate(zip(splits_of(arguments), found, strict=True)):
+        if not paths:
+            continue
+        model = before.merge()
+        drawn = random_state(model) & set(paths)
+        cures = remedies(i, bool(drawn), len(drawn) < len(paths)) + _remedies(model, drawn, paths, view)
+        cure = ", or ".join(cures or ["do not change it in this call"])
+        raise ValueError(f"{who} changes the state of {type(model).__name__} (`{paths[0]}`), {why}; {cure}.")
 
 
-def passing_through(function: Callable[..., Any], arguments: Any) -> list[set[str]]:
+def _remedies(model: Any, drawn: set[str], paths: Sequence[str], view: str) -> list[str]:
+    """Return what keeps a call from changing these arrays of a model, of which it has `drawn` from random streams."""
+    if not is_module(model):
+        return []
+    from flax import nnx
+
+    nodes = list(nnx.iter_graph(model))
+    asked = ["use_running_average"] * (len(drawn) < len(paths)) + ["deterministic"] * bool(drawn)
+    modes = [f"{mode}=True" for mode in asked if any(_can_switch_on(mode, node) for _, node in nodes)]
+    cures = [f"use its evaluation mode: {view}{', '.join(modes)})"] if modes else []
+    recurrent = [path for path, node in nodes if isinstance(node, (nnx.RNN, nnx.Bidirectional))]
+    if any(array_name((*path, "rngs", "count")) in drawn for path in recurrent):
+        cures.append("call nnx.RNN with initial_carry=")
+    return cures
+
+
+def _can_switch_on(mode: str, node: Any) -> bool:
+    """Return whether `nnx.view` can set this attribute of a node to True, and it is not True yet."""
+    is_taken = hasattr(node, "set_view") and mode in signature(node.set_view).parameters
+    return is_taken and getattr(node, mode, None) is not True
+
+
+def random_state(model: Any) -> set[str]:
+    """Return the paths of a model's random state: its keys and their use counts."""
+    if not is_module(model):
+        # An optional method, as those in `split_model`.
+        return getattr(model, "__plurax_random__", set)()
+    from flax import nnx
+
+    return {array_name(path) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.RngState))}
+
+
+def passing_through(function: Callable[..., Any], arguments: Any, *, ignore_unused: bool = False) -> list[set[str]]:
     """Return for each model in `arguments` the paths of arrays that `function` does not change, from its program.
 
     An inner transform of `nnx` returns every array of a module as a new object, whether it has changed or not. So if
     objects differ, `function` is traced once more, and each output is followed back through its program.
+
+    With `ignore_unused`, they include counts of random streams to which `function` only adds constants, if none of its
+    outputs and effects depends on the count, and so none on a key that was drawn: a stream folds its count into each.
     """
     before = splits_of(arguments)
-    outputs: list[tuple[int, str]] = []
+    names: list[tuple[int, str]] = []
 
-    def arrays_after(before: list[SplitModel]) -> list[dict[str, Any]]:
-        _, models = call_with_models(function, with_splits(arguments, before))
+    def arrays_after(before: list[SplitModel]) -> Any:
+        out, models = call_with_models(function, with_splits(arguments, before))
         after = [split(model).arrays() for model in models]
-        outputs.extend((i, path) for i, arrays in enumerate(after) for path in sorted(arrays))
-        return after
+        names.extend((i, path) for i, arrays in enumerate(after) for path in sorted(arrays))
+        # Not every module is a pytree. The rest of an output that is not an array depends on no array.
+        results = [split(x) if is_module(x) else x for x in jax.tree.leaves(out, is_leaf=is_module)]
+        return after, list(filter(HashablePytree.is_array, jax.tree.leaves(results)))
 
     jaxpr = jax.make_jaxpr(arrays_after)(before).jaxpr
     inputs = [(i, path) for i, parts in enumerate(before) for path in parts.arrays()]
-    # An input is identified by its index and the order of its axes: an array transposed twice is the input again.
-    known = [(number, _axes(variable)) for number, variable in enumerate(jaxpr.invars)]
-    kept = [
-        name
-        for name, source, out in zip(outputs, _sources(jaxpr, known), jaxpr.outvars, strict=True)
-        if source is not None and inputs[source[0]] == name and source[1] == _axes(out)
-    ]
-    return [{path for j, path in kept if j == i} for i in range(len(before))]
+    counts = {(i, path) for i, parts in enumerate(before) for path in _counts(parts)} if ignore_unused else set()
+    known = [_Source(number, _axes(variable)) for number, variable in enumerate(jaxpr.invars)]
+    sources = _sources(jaxpr, known)[: len(names)]
+    read = needed(jaxpr, [False] * len(names) + [True] * (len(jaxpr.outvars) - len(names))) if counts else []
+    kept: list[set[str]] = [set() for _ in before]
+    for name, source, out in zip(names, sources, jaxpr.outvars, strict=False):
+        if source is None or inputs[source.number] != name or source.axes != _axes(out):
+            continue
+        if not source.advanced or (name in counts and not read[source.number]):
+            kept[name[0]].add(name[1])
+    return kept
 
 
-# The source of a value in a program: an input, by its index and the order of its axes, or None if it is computed.
-_Source = tuple[int, tuple[int, ...]] | None
+def _counts(parts: SplitModel) -> set[str]:
+    """Return the paths of the counts of a module's random streams."""
+    model = parts.merge()
+    if not is_module(model):
+        return set()
+    from flax import nnx
+
+    return {array_name(path) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.RngCount))}
 
 
-def _sources(jaxpr: Any, known: Sequence[_Source]) -> list[_Source]:
+class _Source(NamedTuple):
+    """Where a value in a program comes from; None stands for a value that is computed.
+
+    Args:
+      number: the index of an input.
+      axes: the order of the input's axes: an array transposed twice is the input again.
+      advanced: whether constants were added to it.
+    """
+
+    number: int
+    axes: tuple[int, ...]
+    advanced: bool = False
+
+
+def _sources(jaxpr: Any, known: Sequence[_Source | None]) -> list[_Source | None]:
     """Return the source of each output of `jaxpr`, given the sources of its arguments."""
     return interpret(jaxpr, [None] * len(jaxpr.constvars), known, _sources_of_results, lambda _: None)
 
 
-def _sources_of_results(eqn: Any, known: list[_Source]) -> Sequence[_Source]:
+def _sources_of_results(eqn: Any, known: list[_Source | None]) -> Sequence[_Source | None]:
     """Return the source of each result of an operation, given the sources of its operands."""
     name, params = eqn.primitive.name, eqn.params
+    first = known[0] if known else None
     if name in IDENTITIES:
         return known[: len(eqn.outvars)]
     if name == "transpose":
-        return [known[0] and (known[0][0], tuple(known[0][1][axis] for axis in params["permutation"]))]
+        return [first and first._replace(axes=tuple(first.axes[axis] for axis in params["permutation"]))]
+    if name == "add" and isinstance(eqn.invars[1], Literal):
+        return [first and first._replace(advanced=True)]
     if name in CALLS:
         return _sources(called(eqn)[0], known)
     if name == "cond":
@@ -231,17 +319,22 @@ def _sources_of_results(eqn: Any, known: list[_Source]) -> Sequence[_Source]:
         branches = zip(*(_sources(branch.jaxpr, known[1:]) for branch in params["branches"]), strict=True)
         return [found[0] if len(set(found)) == 1 else None for found in branches]
     # A loop does not change a result if its body does not: the output at each position of the carry (in a scan, also of
-    # the slices) is then the input at the same position.
+    # the slices) is then the input at the same position. It only advances a result if its body does.
     if name in ("scan", "while"):
         body = (params["jaxpr"] if name == "scan" else params["body_jaxpr"]).jaxpr
         shared = scan_counts(params)[0] if name == "scan" else params["body_nconsts"]
         skipped = 0 if name == "scan" else params["cond_nconsts"]
-        after = _sources(body, [(place, _axes(variable)) for place, variable in enumerate(body.invars)])
+        after = _sources(body, [_Source(place, _axes(variable)) for place, variable in enumerate(body.invars)])
         return [
-            known[skipped + place] if found == (place, _axes(out)) else None
-            for place, (found, out) in enumerate(zip(after, body.outvars, strict=True), shared)
+            _looped(known[skipped + place], source) if source and source[:2] == (place, _axes(out)) else None
+            for place, (source, out) in enumerate(zip(after, body.outvars, strict=True), shared)
         ]
     return [None] * len(eqn.outvars)
+
+
+def _looped(before: _Source | None, inside: _Source) -> _Source | None:
+    """Return the source of a result of a loop, whose value before it has this source, and in its body that."""
+    return before and before._replace(advanced=before.advanced or inside.advanced)
 
 
 def _axes(variable: Any) -> tuple[int, ...]:

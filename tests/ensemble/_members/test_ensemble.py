@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import linen, nnx
 
-from plurax.ensemble import Ensemble, Trainer, load, load_member, save, select, soup
+from plurax.ensemble import Ensemble, Trainer, export, load, load_exported, load_member, save, select, soup
 from plurax.ensemble._members import call
 from plurax.transforms import _vmap, grad, vmap
 from plurax.transforms.modules import with_precision
@@ -801,3 +801,44 @@ def test_a_call_without_keywords_is_not_that_with_keywords_of_no_array():
             expected = {None: x, 3.0: 3 * x, 2.0: 2 * x}[given[1] if len(given) > 1 else 2.0]
             for _ in range(2):
                 np.testing.assert_array_equal(ensemble(*given)[1], expected)
+
+
+class Recurrent(nnx.Module):
+    """A recurrent layer, which draws keys for its initial carry and uses them if that is random."""
+
+    def __init__(self, rngs, carry_init=None):
+        self.rnn = nnx.RNN(nnx.GRUCell(3, 4, rngs=rngs, carry_init=carry_init), rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+
+    def __call__(self, x, **kwargs):
+        return self.norm(self.rnn(x, **kwargs))
+
+
+def test_recurrent_layers_are_called_and_exported(tmp_path, leaves):
+    members = Ensemble.create(Recurrent, 3, seed=0).view(use_running_average=True)
+    xs = np.sin(np.arange(90.0, dtype=np.float32)).reshape(3, 2, 5, 3)
+    before = leaves(members)
+    for got, inputs in ((members(xs[0]), [xs[0]] * 3), (members(xs, in_axes=0), xs), (vmap(members)(xs), xs)):
+        expected = [member(x) for member, x in zip(members, inputs, strict=True)]
+        np.testing.assert_allclose(got, np.stack(expected), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(members.predict(xs[0], kind="regression").members, members(xs[0]), rtol=1e-6)
+    export(members, xs[0], tmp_path / "file", kind="regression")
+    np.testing.assert_allclose(load_exported(tmp_path / "file")(xs[0]).members, members(xs[0]), rtol=1e-5, atol=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, leaves(members), before)
+
+
+def test_state_that_a_call_would_lose_is_refused_with_what_keeps_it():
+    made = Ensemble.create(Recurrent, 2, seed=0)
+    random = Ensemble.create(partial(Recurrent, carry_init=nnx.initializers.normal()), 2, seed=0)
+    x = np.ones((2, 5, 3), np.float32)
+    for ensemble, state, cure in (
+        (made, "norm.mean", r"use its evaluation mode: ensemble\.view\(use_running_average=True\)\."),
+        (random, "norm.mean", r"ensemble\.view\(use_running_average=True\), or call nnx\.RNN with initial_carry=\."),
+        (random.view(use_running_average=True), "rnn.rngs.count", r"ensemble, x\), or call nnx\.RNN with initial"),
+    ):
+        with pytest.raises(ValueError, match=rf"^Ensemble: a call changes .* \(`{state}`\), which would be .*{cure}"):
+            ensemble(x)
+        kept, outputs = vmap(lambda member, x: (member, member(x)), (0, None))(ensemble, x)
+        assert isinstance(kept, Ensemble)
+        assert outputs.shape == (2, 2, 5, 4)
+    assert random.view(use_running_average=True)(x, initial_carry=jnp.zeros((2, 4))).shape == (2, 2, 5, 4)

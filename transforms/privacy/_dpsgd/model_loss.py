@@ -20,7 +20,7 @@ from ..._core.prng import is_key
 from ..._grad import scalar_seed
 from ..._models.equinox import released
 from ..._models.evaluation import evaluating_tree
-from ..._models.mutation import call_with_models, changes, with_changes
+from ..._models.mutation import call_with_models, changes, random_state, with_changes
 from ..._models.split_model import (
     SplitModel,
     array_name,
@@ -74,7 +74,7 @@ def with_random_state(loss: Callable[..., Any], tree: Any, batch: Any, has_aux: 
       batch: an example of zeros, so that the random state cannot depend on the data.
       has_aux: as for `DPSGD`.
     """
-    if not any(_random_state(parts.merge()) or _kept_keys(parts) for parts in splits_of(tree)):
+    if not any(random_state(parts.merge()) or _kept_keys(parts) for parts in splits_of(tree)):
         return tree
     return with_splits(tree, with_changes(splits_of(tree), _call(loss, tree, None, batch, has_aux)[1]))
 
@@ -96,7 +96,7 @@ def without_frozen(tree: Any, known: dict[Any, set[str]]) -> tuple[Any, Any]:
             if (paths := known.get(x.structure)) is None:
                 model = x.merge()
                 member = model.__plurax_member__() if is_members(model) else model
-                paths = known[x.structure] = _random_state(member) | _kept_keys(x)
+                paths = known[x.structure] = random_state(member) | _kept_keys(x)
             rest = jax.tree.map_with_path(lambda path, x: x if (array_name(path) in paths) != frozen else None, x.rest)
             return SplitModel(x.structure, None if frozen else x.trainable, rest)
 
@@ -124,7 +124,7 @@ def warn_of_shared_keys(tree: Any) -> None:
         model = model.__plurax_member__() if is_members(model) else model
         if is_module(model):
             continue  # a key that is no random state is a choice there
-        own = _random_state(model)
+        own = random_state(model)
         arrays = x.arrays() if is_split(x) else {leaf_name("params", path): x}
         shared = next((name for name, array in arrays.items() if is_key(array) and name not in own), None)
         if shared:
@@ -151,7 +151,7 @@ def _call(
     found = []
     for model, paths in zip(left, changes(function, arguments, left), strict=True):
         parts = split(model)
-        arrays, allowed = parts.arrays(), _random_state(model) | _kept_keys(parts)
+        arrays, allowed = parts.arrays(), random_state(model) | _kept_keys(parts)
         other = [path for path in paths if path not in allowed]
         if other:
             what = f"the loss changes `{other[0]}` of {type(model).__name__}, which the noise does not protect"
@@ -170,7 +170,7 @@ def with_keys(tree: Any, key: jax.Array) -> Any:
 
 def _with_keys(parts: SplitModel, key: jax.Array) -> SplitModel:
     """Return the model with the keys of its random state drawn from `key`."""
-    random = _random_state(parts.merge())
+    random = random_state(parts.merge())
 
     def draw(path: Any, x: Any) -> Any:
         """Return a new key for a key of the random state, and any other array unchanged."""
@@ -188,13 +188,3 @@ def _with_keys(parts: SplitModel, key: jax.Array) -> SplitModel:
 def _kept_keys(parts: SplitModel) -> set[str]:
     """Return the paths of all keys of a model, in variables of any type."""
     return {array_name(path) for path, x in jax.tree.leaves_with_path(parts.rest) if is_key(x)}
-
-
-def _random_state(model: Any) -> set[str]:
-    """Return the paths of a model's random state: its keys and their use counts."""
-    if not is_module(model):
-        # An optional method, as those in `split_model`.
-        return getattr(model, "__plurax_random__", set)()
-    from flax import nnx
-
-    return {array_name(path) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.RngState))}

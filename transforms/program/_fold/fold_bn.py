@@ -154,7 +154,7 @@ def _trace(
         """Return the output of `fun`; raise if it changes a module."""
         split: Any = _merge(leaves, structure), _merge(arguments, argument_structure), {}
         out, models = call_with_models(fun, split)
-        for paths in changes(fun, split, models):
+        for paths in changes(fun, split, models, ignore_unused=True):
             if paths:
                 raise ValueError(f"fold_bn: fun changes `{paths[0]}` of a module, as in training; call model.eval().")
         return out
