@@ -81,8 +81,8 @@ def vmap(
       split_rngs: whether each slice draws random numbers of its own from Flax modules that are not mapped, `fun`
         included: False, True, or an NNX filter that selects random streams, such as "dropout". As with
         `nnx.split_rngs`, a selected stream advances once, in the module that was passed and in a returned one, and the
-        key that it draws is split into one for each slice, the same for every `chunk_size`. Streams that are not
-        selected give the same numbers to every slice.
+        key that it draws is split into one for each slice, the same for every `chunk_size` (threefry keys, JAX's
+        default). Streams that are not selected give the same numbers to every slice.
 
     Returns:
       A function of the same arguments, whose outputs have the mapped axis at `out_axes`.
