@@ -6,7 +6,8 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from tqdm import tqdm
 from ...transforms._core.arguments import describe
 from ...transforms._core.axes import broadcast_axes
 from ...transforms._runs.checkpoint import Checkpoint
+from ...transforms._runs.checkpoint_clock import CheckpointClock
 from ...transforms._runs.data import as_arrays
 from ...transforms._runs.history import History, Recorder, recorded
 from ...transforms._runs.identity import Identity, check_same_run, in_a_run
@@ -99,6 +101,7 @@ class Run:
     identity: Identity | None = None
     saved: int = -1
     execution: Execution | None = None
+    clock: CheckpointClock = field(default_factory=partial(CheckpointClock, None))
 
     def __post_init__(self) -> None:
         self.search: Search | Tuning | None = self.schedule.known
@@ -234,13 +237,14 @@ class Run:
         if step == self.saved:  # already saved: the final checkpoint, or no member has trained since
             return
         self.saved = step
+        self.clock.begin()
         assert self.identity is not None
         execution = self.search.best if isinstance(self.search, Search) else self.execution
         place = position("Trainer.fit", self.source, self.store.group)
         about = {**self.stepper.settings(execution), **self.identity.manifest(), "position": place}
 
         parts = full, about, self.recorder.arrays(), self.watch.parts(step, full)
-        self.store.write(step, lambda path: begin_writing("Trainer.fit", path, *parts, copies=True))
+        self.store.write(step, lambda path: begin_writing("Trainer.fit", path, *parts, copies=True), self.clock.end)
 
     def finish(self, given: TrainState, ended: State, target: int | None, interrupted: bool) -> TrainState:
         """Return the final state of all members; warn of non-finite parameters, and of a run that ended early."""
@@ -283,7 +287,7 @@ def train(
     watch: Watch,
     store: RunDirectory | None,
     identity: Identity | None,
-    checkpoint_every: int | None,
+    checkpoint_every: int | timedelta | None,
     history_every: int,
     callbacks: Sequence[Callback],
     together: int,
@@ -306,7 +310,9 @@ def train(
     recorder = Recorder(history_every, recorded)
     schedule = Schedule(None if store is None else store.directory, execution)
     length = None if total is None else start + total
-    run_of = Run(stepper, watch, recorder, store, taken, callbacks, schedule, step, length, history_every, identity)
+    clock = CheckpointClock(checkpoint_every, group)
+    rest: dict[str, Any] = {"identity": identity, "clock": clock}
+    run_of = Run(stepper, watch, recorder, store, taken, callbacks, schedule, step, length, history_every, **rest)
     first: State = watch.begin(copied_rows(begin), watched)
     ended, _, interrupted = run(
         first,
@@ -317,7 +323,7 @@ def train(
         record=run_of.record,
         say=lambda _, report: run_of.text(report),
         save=None if store is None else run_of.save,
-        checkpoint_every=checkpoint_every,
+        clock=clock,
         progress=watch.aloud,  # only the first process shows a bar
         group=group,
         done=step - start,
@@ -362,12 +368,13 @@ def _with_hyperparams(state: TrainState, given: TrainState) -> TrainState:
 
 
 def intervals(
-    watch: Watch, checkpoint_every: int | None, history_every: int, callbacks: Sequence[Callback]
+    watch: Watch, checkpoint_every: int | timedelta | None, history_every: int, callbacks: Sequence[Callback]
 ) -> list[int]:
     """Return the numbers of steps that a program of several steps must divide; 0 is divisible by any."""
     options = [x.every or 0 for x in (watch.early, watch.restarts) if x is not None]
     validated = [] if watch.validation is None else [watch.validation.every, watch.validation.offset]
-    return [checkpoint_every or 0, *options, *validated, *[history_every for x in callbacks if takes_state(x)]]
+    saved = checkpoint_every if isinstance(checkpoint_every, int | np.integer) else 0
+    return [int(saved), *options, *validated, *[history_every for x in callbacks if takes_state(x)]]
 
 
 def check_watched(stepper: Stepper, early: Any, restarts: Any, validation: Validation | None, callbacks: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from ..._core.arguments import check_number
 from ..._runs.checkpoint import Checkpoint
+from ..._runs.checkpoint_clock import CheckpointClock
 from ..._runs.history import History, Recorder, recorded
 from ..._runs.identity import Identity, digest, in_a_run, program_digest
 from ..._runs.loop import run
@@ -37,7 +39,7 @@ def train(
     say: Callable[[int, Any], str],
     *,
     target: int,
-    checkpoint_every: int | None,
+    checkpoint_every: int | timedelta | None,
     history_every: int,
     progress: bool,
 ) -> tuple[DPState, History, bool]:
@@ -53,7 +55,7 @@ def train(
       example: returns a batch of any size, by which the program of a step is compared with that of a checkpoint.
       say: returns the text of the progress bar after a step.
       target: the last step.
-      checkpoint_every: steps between checkpoints.
+      checkpoint_every: steps or time between checkpoints; None writes only the final one.
       history_every: steps between rows of the history.
       progress: whether to show a bar.
     """
@@ -79,8 +81,10 @@ def train(
     def whole(state: DPState) -> DPState:
         return replace(state, tree=with_frozen(state.tree, frozen))
 
+    group = Group.of(state)
+    clock = CheckpointClock(checkpoint_every, group)
     if store is not None:
-        save = partial(_save, store, identity, recorder, whole)
+        save = partial(_save, store, identity, recorder, clock, whole)
 
     def record(step: int, metrics: dict[str, Any]) -> None:
         # A single model is recorded as an ensemble of one.
@@ -96,9 +100,9 @@ def train(
         record=record,
         say=say,
         save=save,
-        checkpoint_every=checkpoint_every,
+        clock=clock,
         progress=progress,
-        group=Group.of(state),
+        group=group,
         done=begin - start,
         total=target - start,
         written=(lambda: None) if store is None else store.written,
@@ -190,9 +194,11 @@ def _save(
     store: RunDirectory,
     identity: Identity,
     recorder: Recorder,
+    clock: CheckpointClock,
     whole: Callable[[DPState], DPState],
     state: DPState,
 ) -> None:
     """Write a checkpoint of a run with its history; `whole` adds the frozen arrays to a state."""
+    clock.begin()
     parts = whole(state), recorder.arrays(), identity.manifest()
-    store.write(int(state.step), lambda path: begin_writing("DPSGD.fit", path, *parts, copies=True))
+    store.write(int(state.step), lambda path: begin_writing("DPSGD.fit", path, *parts, copies=True), clock.end)
