@@ -222,10 +222,11 @@ class RunDirectory:
                 warnings.warn(f"{error} It is skipped, and will be renamed if a new one has its name.", stacklevel=5)
         return None
 
-    def going_on(self, step: int, differences: Sequence[str]) -> None:
-        """Print that the run goes on from a checkpoint, with what differs from the run that wrote it."""
+    def going_on(self, step: int, differences: Sequence[str], taken_over: str = "") -> None:
+        """Print that the run goes on from a checkpoint, with what it takes over, and what differs from its run."""
+        taken = f", with {taken_over}" if taken_over else ""
         but = f", although {'; '.join(differences)}" if differences else ""
-        self._print(f"going on from step {step} in {self.directory}{but}.")
+        self._print(f"going on from step {step} in {self.directory}{taken}{but}.")
 
     def check_room(self, step: int, state: Any) -> None:
         """Raise if the disk has no room for a checkpoint of a state.

@@ -303,12 +303,15 @@ class DPSGD(Mechanism):
             the newest, with results equal to an uninterrupted run bit for bit; `steps` counts from `state`. Damaged
             checkpoints are skipped with a warning, the incomplete checkpoint of a killed run is removed, and other
             files are not touched. A final checkpoint is always written; one that cannot be written is warned of.
-            Checkpoints hold the keys of noise and batches, and a digest of the data: keep them as secret as the data.
+            Checkpoints hold the keys of noise and batches, and a digest of the data. Only their owner can read them;
+            keep them secret, and delete them before the model is published.
           checkpoint_every: steps (an int) or time (a `datetime.timedelta`) between checkpoints, as for `Trainer.fit`;
             None writes only the final one.
           checkpoint_keep: the number of checkpoints to keep; older ones are removed.
           resume: as for `Trainer.fit`: "auto" raises if the newest checkpoint is of another run (another first state,
-            loss, optimizer or data), True goes on all the same, and False renames all checkpoints and starts anew.
+            loss, optimizer or data), True goes on all the same, and False renames all checkpoints and starts anew. The
+            key may differ, so that a program can draw a secret one at each start: the run goes on with that of the
+            checkpoint, and says so.
           history_every: steps between rows of the history.
 
         Returns:

@@ -27,6 +27,9 @@ from .sampling import Batch
 from .state import DPState, as_member, begin_writing, read_state
 from .step import PrivateStep
 
+# The part of a state that a secret key determines, which a program need not have when it is started again.
+_KEYS = "random keys"
+
 
 def train(
     store: RunDirectory | None,
@@ -61,7 +64,8 @@ def train(
     """
     start, history, save = int(state.step), None, None
     if store is not None:
-        identity = Identity(store.group, start, _parts(state), 1, {"data": digest([*data])}, store.resume is True)
+        settings = {"data": digest([*data])}
+        identity = Identity(store.group, start, _parts(state), 1, settings, store.resume is True, _KEYS)
         given = state
         state, history = _resumed(store, identity, given)
         begin = int(state.step)
@@ -69,8 +73,9 @@ def train(
             newest = f"the newest checkpoint in {store.directory} is at step {begin}"
             raise ValueError(f"DPSGD.fit: {newest}, after step {target}; pass more steps or another directory.")
         identity.check_program([], lambda _: program_digest(jax.jit(private).trace(given, example()).jaxpr))
-        if begin > start:
-            store.going_on(begin, identity.differences)
+        if begin > start or identity.takes_over:
+            key = "the key of its checkpoint instead of that of `state`" if identity.takes_over else ""
+            store.going_on(begin, identity.differences, key)
         if begin < target:
             store.check_room(begin, state)
     if private.check_loss and private.keep_batch_dim and int(state.step) == 0:
@@ -169,7 +174,7 @@ def _parts(state: DPState) -> dict[str, Any]:
     """Return the arrays of a state that identify a run, by the names that errors use."""
     (arrays,) = as_member(state)[0].values()
     keys = {name: arrays[name] for name in ("noise_state", "mask_key", "seed")}
-    return {"weights": arrays["tree"], "optimizer states": arrays["opt_state"], "random keys": keys}
+    return {"weights": arrays["tree"], "optimizer states": arrays["opt_state"], _KEYS: keys}
 
 
 def _resumed(store: RunDirectory, identity: Identity, state: DPState) -> tuple[DPState, dict[str, np.ndarray] | None]:
@@ -186,8 +191,8 @@ def _resumed(store: RunDirectory, identity: Identity, state: DPState) -> tuple[D
     identity.check(checkpoint, int(after.step), _parts(after))
     if after.step < state.step:
         return state, None
-    # At the step of a checkpoint the state that was passed takes precedence.
-    return after if after.step > state.step else state, history
+    # At the step of a checkpoint the state that was passed takes precedence, unless only its key differs.
+    return after if after.step > state.step or identity.takes_over else state, history
 
 
 def _save(
