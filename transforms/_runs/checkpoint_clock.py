@@ -11,7 +11,7 @@ from .processes import ALONE, Group
 CHECKPOINT_EVERY = timedelta(minutes=5)
 # The checkpoints of a run that are due by time take at most this share of its time.
 _SHARE = 0.05
-# Several processes look at the clock together, which waits for all of them: this often between two checkpoints, and more
+# Several processes look at the clock together, which waits for all of them: so often between two checkpoints, and more
 # often only when one is nearly due.
 _LOOKS = 16
 
@@ -21,9 +21,9 @@ now = time.monotonic  # tests replace it by a quicker one
 class CheckpointClock:
     """Tell when a checkpoint is due.
 
-    By time, one is due when `every` has passed since the last one was due. A later one has to wait if all checkpoints,
-    with one more as slow as the last, would have taken more than 5 % of the time of the run. That is counted until they
-    are on the disk, although the run goes on meanwhile: it shares processors and memory with their thread.
+    By time, one is due when `every` has passed since the last one was begun, and when all of them, with one more that
+    takes as long as the last, have taken at most 5 % of the time of the run. Their time is counted until they are on
+    the disk, although the run goes on meanwhile, since it shares processors and memory with the thread that writes.
 
     Args:
       every: a number of steps or a time; None for never.
@@ -52,7 +52,7 @@ class CheckpointClock:
         left = self._left(self._every)
         due, self._ahead = self._group.gather([left <= 0, self._steps_to_next_look(step, left, self._every)])[0]
         self._next = step + self._ahead
-        return due
+        return bool(due)
 
     def begin(self) -> None:
         """Note that a checkpoint is begun."""

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def one_run(directory: Path | None, told: Callable[[str], None] | None = None, *
 
 
 def losses_of_killed(directory: Path, kills: int) -> list[dict[str, float]]:
-    """Kill runs at random moments; return for each the seconds lost and those promised, and where it began and ended."""
+    """Kill runs at random moments; return for each what is lost and what was promised, in seconds, and its steps."""
     generator, found = np.random.default_rng(0), list[dict[str, float]]()
     # Test machines have slow disks: that checkpoints take a small share of the time is tested without one.
     checkpoint_clock.now, checkpoint_clock._SHARE = (lambda: SPEED * time.monotonic()), 1e9
@@ -81,8 +82,9 @@ def losses_of_killed(directory: Path, kills: int) -> list[dict[str, float]]:
         read, write = os.pipe()
         child = os.fork()
         if child == 0:
-            tell_of_clock(lambda line: os.write(write, f"{line}\n".encode()))
-            one_run(directory, lambda line: os.write(write, f"{line}\n".encode()))
+            tell = partial(tell_of, write)
+            tell_of_clock(tell)
+            one_run(directory, tell)
             os._exit(0)
         os.close(write)
         with os.fdopen(read) as lines:
@@ -109,6 +111,10 @@ def losses_of_killed(directory: Path, kills: int) -> list[dict[str, float]]:
             }
         )
     return found
+
+
+def tell_of(pipe: int, line: str) -> None:
+    os.write(pipe, f"{line}\n".encode())
 
 
 def tell_of_clock(told: Callable[[str], Any]) -> None:
