@@ -38,7 +38,7 @@ from .._members.strategy import Execution
 from .._step.member_status import Stop
 from .._step.state import TrainState
 from .callbacks import Callback, StateAt, takes_state
-from .checkpoint import begin_writing, read_run
+from .checkpoint import CRITERION, begin_writing, read_run
 from .early_stopping import EarlyStopping, Restarts, Watch, members_in_words
 from .identity import check_program, parts_of
 from .progress import range_of, range_of_loss, told_of
@@ -52,7 +52,7 @@ def resumed(
     store: RunDirectory | None, identity: Identity | None, state: TrainState, stepper: Stepper, watch: Watch
 ) -> Resumed:
     """Return the state from which a run goes on, its history, execution, data of its `Watch`, place in the batches."""
-    found = None
+    found, given = None, (state._going_on(), None, None, watch.carried(state), None)
     if store is not None and identity is not None:
         read = store.newest(partial(_read, state, stepper.settings(), watch, store.resume is True))
         if read is not None:
@@ -63,9 +63,10 @@ def resumed(
                 found = (_with_hyperparams(found[0], state), *found[1:])
     # A checkpoint before the given state is ignored: a later state means that training has continued elsewhere.
     if found is None or int(found[0].step) < watch.start:
-        return state, None, None, {}, None
-    # At the step of a checkpoint the given state is used, without the `Watch` data: a new run with its own patience.
-    return found if int(found[0].step) > watch.start else (state, *found[1:3], {}, None)
+        return given
+    # At the step of a checkpoint the given state is used, with what it has of an earlier run: without early stopping
+    # that restored the best parameters, the patience begins anew.
+    return found if int(found[0].step) > watch.start else (given[0], *found[1:3], *given[3:])
 
 
 class Report(NamedTuple):
@@ -242,6 +243,7 @@ class Run:
         execution = self.search.best if isinstance(self.search, Search) else self.execution
         place = position("Trainer.fit", self.source, self.store.group)
         about = {**self.stepper.settings(execution), **self.identity.manifest(), "position": place}
+        about |= {CRITERION: self.watch.criterion}
 
         parts = full, about, self.recorder.arrays(), self.watch.parts(step, full)
         self.store.write(step, lambda path: begin_writing("Trainer.fit", path, *parts, copies=True), self.clock.end)
@@ -275,7 +277,7 @@ class Run:
                 warnings.warn(f"Trainer.fit: {ends}", stacklevel=4)
             elif aloud:  # expected with early stopping, so it is printed, not a warning
                 tqdm.write(ends.capitalize(), file=sys.stderr)
-        return last
+        return watch.restored(last)
 
 
 def train(

@@ -242,7 +242,7 @@ class Trainer:
             into the budget; the mesh has an axis "data", and the batch does not split evenly over it, the loss is not a
             mean over the examples, or the optimizer evaluates the loss again (`optax.lbfgs`).
         """
-        last = self._stepper.last
+        state, last = state._going_on() if isinstance(state, TrainState) else state, self._stepper.last
         again = None if last is None else last.again(state, batch)
         if again is None:
             self._check_state("Trainer.step", state)
