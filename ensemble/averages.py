@@ -292,7 +292,7 @@ def _with(api: str, state: TrainState[Any], trainable: Any, times: int = 1) -> E
     trainable = jax.tree.map(
         lambda new, old: new.astype(old.dtype), trainable, jax.tree.map(lambda x: x[:1], ensemble.trainable)
     )
-    rest = jax.tree.map(lambda x: jnp.repeat(x, times, axis=0), ensemble.rest)
+    rest = jax.tree.map(lambda x: jnp.repeat(x, times, axis=0), state._arrays()[1])
     return ensemble._of_rows(trainable, rest)
 
 

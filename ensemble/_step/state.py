@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jax
+import numpy as np
 
 from ...transforms._core.compat import Tracer, eval_context
 from ...transforms._models.split_model import M, Structure
@@ -58,7 +59,42 @@ class SharedState:
 T = TypeVar("T")
 # Held while a state gets its attributes, so that all threads read the same objects.
 _reading = threading.Lock()
-_FIELDS = ["ensemble", "opt_state", "step", "standing", "shared_opt_state"]
+_FIELDS = ["ensemble", "opt_state", "step", "standing", "shared_opt_state", "last"]
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["trainable", "rest", "values", "waits", "in_the_run"],
+    meta_fields=["criterion"],
+)
+@dataclass(frozen=True, eq=False)
+class LastStep:
+    """What a run goes on from, where the ensemble of its state has the best parameters: those of its last step.
+
+    Attributes:
+      trainable, rest: the arrays of the members, as those of an `Ensemble`.
+      values: the value of each member at its best evaluation, float32 (size,), NaN if it has none.
+      waits: the number of evaluations since then, int32 (size,).
+      in_the_run: whether a member is still computed, bool (size,).
+      criterion: what is best, such as "min of 'loss'"; "" if that is not known.
+    """
+
+    trainable: Any
+    rest: Any
+    values: np.ndarray
+    waits: np.ndarray
+    in_the_run: np.ndarray
+    criterion: str = ""
+
+    @classmethod
+    def like(cls, trainable: Any, rest: Any, size: int) -> LastStep:
+        """Return one with these arrays, for its shapes."""
+        return cls(trainable, rest, np.zeros(size, np.float32), np.zeros(size, np.int32), np.zeros(size, bool))
+
+    @property
+    def watched(self) -> dict[str, np.ndarray]:
+        """Return what is known of each member besides its arrays, by name."""
+        return {"values": self.values, "waits": self.waits, "in_the_run": self.in_the_run}
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=_FIELDS, meta_fields=[])
@@ -67,11 +103,13 @@ class TrainState(Generic[M]):
     """The state of training, as a pytree; create it with `Trainer.init`.
 
     Attributes:
-      ensemble: the `Ensemble` in training.
+      ensemble: the `Ensemble` in training; after `fit` with `early_stopping`, each member with its best parameters.
       opt_state: the optax state, with the members along axis 0 of every array.
       step: the number of steps taken, an int32 scalar.
       standing: the `MemberStatus`: the members that train, and those that have stopped.
       shared_opt_state: the optax state of the parameters that all members share; None if none of these trains.
+      last: the `LastStep` that `step` and `fit` go on from, if that is not `ensemble`; else None. To go on from
+        `ensemble`, use `dataclasses.replace(state, last=None)`.
 
     Examples:
       >>> import optax
@@ -88,6 +126,7 @@ class TrainState(Generic[M]):
     step: jax.Array
     standing: MemberStatus
     shared_opt_state: Any = None
+    last: LastStep | None = None
 
     @classmethod
     def _of_arrays(
@@ -149,7 +188,8 @@ class TrainState(Generic[M]):
             return held
         ensemble, shared = self.ensemble, self._shared
         trained, constant = (None, None) if shared is None else (shared.trained, shared.constant)
-        changing = ensemble.trainable, ensemble.rest, self.opt_state, trained
+        trainable, rest, opt_state, _ = self._arrays()
+        changing = trainable, rest, opt_state, trained
         return packed(ensemble.structure, changing, self.standing, self.step, constant, integers)
 
     def _with_rows(self, arrays: Arrays) -> TrainState[M]:
@@ -157,7 +197,22 @@ class TrainState(Generic[M]):
         return TrainState._of_arrays(self._structure, arrays, self.step, self._shared)
 
     def _arrays(self) -> Arrays:
-        return self.ensemble.trainable, self.ensemble.rest, self.opt_state, self.standing
+        """Return the arrays that a step takes."""
+        own = self.ensemble if self.last is None else self.last
+        return own.trainable, own.rest, self.opt_state, self.standing
+
+    def _going_on(self) -> TrainState[M]:
+        """Return the state with the arrays that a step takes as its ensemble."""
+        return self if self._held is not None or self.last is None else self._with_rows(self._arrays())
+
+    def _like_with_best(self) -> TrainState[M]:
+        """Return a state with the shapes of one that has best arrays and a last step."""
+        own = self._arrays()[:2]
+        return self._with_best(own, LastStep.like(*own, self._size))
+
+    def _with_best(self, best: tuple[Any, Any], last: LastStep) -> TrainState[M]:
+        """Return the state with the best arrays as its ensemble, and what to go on from beside it."""
+        return replace(self, ensemble=self.ensemble._with(*best, self.ensemble.shared), last=last)
 
     def _member(self) -> Arrays:
         """Return the shapes and dtypes of one member's arrays."""
@@ -188,8 +243,8 @@ class TrainState(Generic[M]):
         return self.standing.step.shape[0] if held is None else held.size
 
 
-# The class has the default as an attribute, which would hide that a packed state does not have its own yet.
-del TrainState.shared_opt_state
+# The class has defaults as attributes, which would hide that a packed state does not have its own yet.
+del TrainState.shared_opt_state, TrainState.last
 
 
 def _without_context(make: Callable[[], T]) -> T:

@@ -37,9 +37,9 @@ class Callback(Protocol):
             "validation_"; one of the whole ensemble is repeated for each member.
           *args: nothing else is passed by position.
           **kwargs: `state`, if the function has a parameter of this name: a function without arguments that returns the
-            `TrainState` of all members after exactly this step, as a checkpoint of this step would hold it. It is a
-            copy, which stays usable, and is made only if it is asked for. After the callback has returned, `state`
-            raises a `RuntimeError`. If the members spread over several processes, call it in all of them.
+            `TrainState` of all members after exactly this step, with the parameters of this step. It is a copy, which
+            stays usable, and is made only if it is asked for. After the callback has returned, `state` raises a
+            `RuntimeError`. If the members spread over several processes, call it in all of them.
         """
 
 

@@ -22,7 +22,11 @@ from ...transforms._runs.processes import Group
 from .._members.ensemble import Ensemble
 from .._members.rows import member_index
 from .._members.shared import SharedArrays, with_shared
-from .._step.state import SharedState, TrainState
+from .._step.state import LastStep, SharedState, TrainState
+
+# The part with the best parameters of early stopping; then the part "ensemble" has those of the last step.
+_BEST = "best"
+CRITERION = "best_by"  # an entry of the manifest: what is best
 
 Saved = TypeVar("Saved", bound=Ensemble[Any] | TrainState[Any])
 Model = TypeVar("Model")
@@ -70,7 +74,9 @@ def load(path: str | os.PathLike[str], like: Saved) -> Saved:
         used, so a result of `jax.eval_shape` suffices. An `Ensemble` also reads the ensemble of a saved training state.
 
     Returns:
-      An object of the type and structure of `like`, with the values of the checkpoint.
+      An object of the type and structure of `like`, with the values of the checkpoint. If it is of a run with
+      `early_stopping`, each member has its best parameters, and a `TrainState` those of the last step beside, as `fit`
+      returns it.
 
     Raises:
       TypeError: `like` is neither an `Ensemble` nor a `TrainState`.
@@ -91,7 +97,7 @@ def load(path: str | os.PathLike[str], like: Saved) -> Saved:
     if isinstance(like, Ensemble):
         found: Any = Group.of(like).agree(lambda: _read_ensemble(Checkpoint.open("load", path), like))
     elif isinstance(like, TrainState):
-        found = Group.of(like).agree(lambda: read_run(Checkpoint.open("load", path), like, {})[0])
+        found = Group.of(like).agree(lambda: _read_state(Checkpoint.open("load", path), like))
     else:
         raise TypeError(f"load: like must be an Ensemble or a TrainState, but got {type(like).__name__}.")
     return found
@@ -147,7 +153,12 @@ def load_member(path: str | os.PathLike[str], i: int, like: Any) -> Any:
     expected = outline(arrays[0]) + outline(arrays[1])
     shared = {array["key"] for array in checkpoint.manifest["arrays"].get("shared", [])}
     own, others = ([x for x in expected if (x["key"] in shared) == of_all] for of_all in (False, True))
-    leaves = dict(zip([x["key"] for x in own], checkpoint.member(i, "ensemble", own), strict=True))
+    if _BEST in checkpoint.manifest["arrays"]:
+        named = zip(expected, outline(arrays), strict=True)
+        part, stored = _BEST, [of_best for x, of_best in named if x["key"] not in shared]
+    else:
+        part, stored = "ensemble", own
+    leaves = dict(zip([x["key"] for x in own], checkpoint.member(i, part, stored), strict=True))
     if shared:
         leaves |= dict(zip([x["key"] for x in others], checkpoint.member(0, "shared", others), strict=True))
     in_order = [leaves[x["key"]] for x in expected]
@@ -170,6 +181,10 @@ def begin_writing(
         about["step"] = int(saved.step)
     size = saved._size if isinstance(saved, TrainState) else len(saved)
     parts = _parts(saved) | dict(more or {})
+    if isinstance(saved, TrainState) and saved.last is not None:
+        best = saved.ensemble.trainable, saved.ensemble.rest
+        parts |= {_BEST: best, "watch": saved.last.watched}
+        about[CRITERION] = saved.last.criterion
     options: dict[str, Any] = {"about": about, "history": history, "copies": copies}
     return CheckpointWriter.begin(api, path, parts, size, outlines=_outlines(parts), **options)
 
@@ -190,10 +205,23 @@ def read_run(checkpoint: Checkpoint, like: TrainState, more: Mapping[str, Any]) 
     return state, {part: read[part] for part in more if part in read}
 
 
+def _read_state(checkpoint: Checkpoint, like: TrainState) -> TrainState:
+    """Return the training state with the best parameters, if the checkpoint has them, and the last ones beside."""
+    own = like._arrays()[:2]
+    state, more = read_run(checkpoint, like, {_BEST: own, "watch": LastStep.like(*own, like._size).watched})
+    if _BEST not in more:
+        return state
+    watch, criterion = jax.tree.map(np.asarray, more["watch"]), checkpoint.manifest.get(CRITERION, "")
+    return state._with_best(more[_BEST], LastStep(*state._arrays()[:2], **watch, criterion=criterion))
+
+
 def _read_ensemble(checkpoint: Checkpoint, like: Ensemble) -> Ensemble:
-    """Return the ensemble, structured as `like`."""
-    read = _read(checkpoint, _parts(like), len(like))
-    trainable, rest = read["ensemble"]
+    """Return the ensemble, structured as `like`; with the best parameters, if the checkpoint has them."""
+    parts = _parts(like)
+    if _BEST in checkpoint.manifest["arrays"]:
+        parts[_BEST] = parts.pop("ensemble")
+    read = _read(checkpoint, parts, len(like))
+    trainable, rest = read[_BEST if _BEST in read else "ensemble"]
     return Ensemble(like.structure, trainable, rest, None if like.shared is None else _shared_arrays(like.shared, read))
 
 
@@ -205,7 +233,8 @@ def _read(checkpoint: Checkpoint, likes: Mapping[str, Any], size: int) -> dict[s
 def _parts(saved: TrainState | Ensemble) -> dict[str, Any]:
     """Return the stacked arrays, by the names of their parts in a checkpoint."""
     ensemble = saved if isinstance(saved, Ensemble) else saved.ensemble
-    parts: dict[str, Any] = {"ensemble": (ensemble.trainable, ensemble.rest)}
+    own = (ensemble.trainable, ensemble.rest)
+    parts: dict[str, Any] = {"ensemble": own if isinstance(saved, Ensemble) else saved._arrays()[:2]}
     if ensemble.shared is not None:
         parts["shared"] = one_row((ensemble.shared.trainable, ensemble.shared.rest))
     if isinstance(saved, TrainState):

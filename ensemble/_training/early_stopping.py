@@ -23,7 +23,7 @@ from .._members.rows import match_sharding, put, take, where_rows
 from .._members.sharding import everywhere
 from .._members.strategy import Execution
 from .._step.member_status import Stop, still_finite, with_other_keys
-from .._step.state import TrainState
+from .._step.state import LastStep, TrainState
 from .population import Mode
 from .validation import Validation
 
@@ -45,8 +45,12 @@ class EarlyStopping:
       patience: the number of consecutive evaluations without an improvement after which a member stops.
       min_delta: a value improves on the best one only if it is better by more than this.
       mode: "min" if smaller values are better, "max" if larger ones are. A non-finite value never counts as better.
-      restore_best: whether a member that stops gets the parameters and other state of its best evaluation; its
-        optimizer state is not restored. Members that train until the end of the run keep their last parameters.
+      restore_best: whether each member has the parameters and other state of its best evaluation in the `ensemble` of
+        the state that `fit` returns, however the run ends. Its optimizer state is not restored: `fit` goes on with
+        that state from the last step, as its checkpoints do, and takes the best values and the evaluations since then
+        over. A run that is cut in two thus equals the whole one. For another criterion, or with the full patience, go
+        on from the best parameters, with `dataclasses.replace(state, last=None)`. False: the parameters of the last
+        step, and a new call of `fit` has the full patience.
 
     Raises:
       TypeError: `evaluate` is neither callable nor a string; a count is not an int; `min_delta` is not a number.
@@ -129,7 +133,8 @@ class Watch:
       start: the step of the state that was passed to `fit`.
       active: the indices of the active members, in order.
       full_state: once members have left the run, the state of all: final for those that left, outdated for the active.
-      best: the trainable and the other arrays of each active member at its best evaluation.
+      best: the trainable and the other arrays of each active member at its best evaluation; None if these are not
+        restored.
       snapshot: the arrays from which active members restart.
       stale: whether some rows of the snapshot are older than the last check, because newer ones were not finite.
       values: the best value of each member (all members), NaN if it has none yet.
@@ -152,18 +157,43 @@ class Watch:
         self.size, self.start = state._size, int(state.step)
         self.active = np.arange(self.size)
         self.full_state: TrainState | None = None
-        self.best: Any = None if early is None else state._arrays()[:2]
+        self.best: Any = state._arrays()[:2] if self._restores else None
         self.snapshot: Any = None if restarts is None else state._arrays()
         self.values = np.full(self.size, np.nan, np.float32)
         self.waits = np.zeros(self.size, np.int32)
         self.stale, self.finished = True, False
 
+    @property
+    def _restores(self) -> bool:
+        """Return whether members get their best parameters back."""
+        return self.early is not None and self.early.restore_best
+
+    @property
+    def criterion(self) -> str:
+        """Return in words what is best, as far as that can be told; "" without early stopping."""
+        if self.early is None:
+            return ""
+        watched = repr(self.early.evaluate) if isinstance(self.early.evaluate, str) else "a function"
+        return f"{self.early.mode} of {watched}"
+
+    def carried(self, state: TrainState) -> dict[str, Any]:
+        """Return what a checkpoint would hold besides the state that an earlier run has returned."""
+        if not self._restores or state.last is None:
+            return {}
+        if state.last.criterion not in ("", self.criterion):
+            what = f"`state` has the best parameters by the {state.last.criterion}, not by the {self.criterion}"
+            remedy = "pass dataclasses.replace(state, last=None) to go on from these, with the full patience"
+            raise ValueError(f"Trainer.fit: {what}; {remedy}.")
+        best = state.ensemble.trainable, state.ensemble.rest
+        return {"best": best, "watch": {name: np.asarray(everywhere(x)) for name, x in state.last.watched.items()}}
+
     def begin(self, state: TrainState, saved: Mapping[str, Any]) -> TrainState:
         """Return the state with which a run begins, given the state of all members and the parts of a checkpoint."""
-        if self.early is not None:
+        if self._restores:
             self.best = saved.get("best", state._arrays()[:2])
-            if "watch" in saved:
-                self.values, self.waits = (np.array(saved["watch"][name]) for name in ("values", "waits"))
+        # A run that did not keep the best parameters has no value that these belong to.
+        if self.early is not None and "watch" in saved and ("best" in saved or not self._restores):
+            self.values, self.waits = (np.array(saved["watch"][name]) for name in ("values", "waits"))
         if self.restarts is not None:
             self.snapshot, self.stale = saved.get("snapshot", state._arrays()), "snapshot" in saved
         if "watch" in saved:
@@ -181,10 +211,21 @@ class Watch:
         if self.early is not None:
             in_the_run = np.isin(np.arange(self.size), self.active)
             parts["watch"] = {"values": self.values, "waits": self.waits, "in_the_run": in_the_run}
-            parts["best"] = self._of_all(state._arrays()[:2], match_sharding(self.best, state._arrays()[:2]))
+        if self._restores:
+            last = state._arrays()[:2]
+            best = self._of_all(last, match_sharding(self.best, last))
+            # Members without a finite value have no best arrays yet.
+            parts["best"] = where_rows(~np.isnan(self.values), best, last)
         if self.restarts is not None and (self.stale or step % self.restarts.every):  # else it equals the state
             parts["snapshot"] = self._of_all(state._arrays(), match_sharding(self.snapshot, state._arrays()))
         return parts
+
+    def restored(self, state: TrainState) -> TrainState:
+        """Return the state of all members with their best arrays, and those of the last step beside them."""
+        if not self._restores:
+            return state
+        parts, (trainable, rest, *_) = self.parts(int(state.step), state), state._arrays()
+        return state._with_best(parts["best"], LastStep(trainable, rest, **parts["watch"], criterion=self.criterion))
 
     def after(self, step: int, state: State, execution: Execution) -> tuple[State, dict[str, Any]]:
         """Restart members after a step, evaluate, and stop members; return the new state, and the values by column.
@@ -252,7 +293,7 @@ class Watch:
     def nonfinite(self, given: TrainState, last: TrainState) -> np.ndarray:
         """Return the members with a non-finite parameter that was finite in the given state."""
         now = last.ensemble.trainable
-        finite = _still_finite(now, match_sharding(given.ensemble.trainable, now))
+        finite = _still_finite(now, match_sharding(given._arrays()[0], now))
         return np.flatnonzero(~np.asarray(everywhere(finite)))
 
     def batch(self, arguments: Any, axes: Sequence[int | None], stacked: bool) -> Any:
@@ -310,12 +351,12 @@ class Watch:
         waits = np.where(better, 0, self.waits[self.active] + trains)
         self.values[self.active], self.waits[self.active] = np.where(better, values, best), waits
         if better.any():
-            self.best = where_rows(better, state._arrays()[:2], self.best)
+            self.best = where_rows(better, state._arrays()[:2], self.best) if self._restores else None
         stops = trains & (waits >= early.patience)
         if stops.any():
             # A member without a finite value has no best arrays.
             back = stops & ~np.isnan(self.values[self.active]) & early.restore_best
-            arrays = _ended(stops, back, state._arrays(), self.best)
+            arrays = _ended(stops, back, state._arrays(), self.best if self._restores else state._arrays()[:2])
             state = state._with_rows(arrays)
             self._say(step, stops, f"stopped, not better for {early.patience} evaluations")
         going = self._going(np.where(stops, Stop.EARLY, stopped), restarts)

@@ -6,7 +6,8 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from tqdm import tqdm
 from ...transforms._core.arguments import describe
 from ...transforms._core.axes import broadcast_axes
 from ...transforms._runs.checkpoint import Checkpoint
+from ...transforms._runs.checkpoint_clock import CheckpointClock
 from ...transforms._runs.data import as_arrays
 from ...transforms._runs.history import History, Recorder, recorded
 from ...transforms._runs.identity import Identity, check_same_run, in_a_run
@@ -36,7 +38,7 @@ from .._members.strategy import Execution
 from .._step.member_status import Stop
 from .._step.state import TrainState
 from .callbacks import Callback, StateAt, takes_state
-from .checkpoint import begin_writing, read_run
+from .checkpoint import CRITERION, begin_writing, read_run
 from .early_stopping import EarlyStopping, Restarts, Watch, members_in_words
 from .identity import check_program, parts_of
 from .progress import range_of, range_of_loss, told_of
@@ -50,7 +52,7 @@ def resumed(
     store: RunDirectory | None, identity: Identity | None, state: TrainState, stepper: Stepper, watch: Watch
 ) -> Resumed:
     """Return the state from which a run goes on, its history, execution, data of its `Watch`, place in the batches."""
-    found = None
+    found, given = None, (state._going_on(), None, None, watch.carried(state), None)
     if store is not None and identity is not None:
         read = store.newest(partial(_read, state, stepper.settings(), watch, store.resume is True))
         if read is not None:
@@ -61,9 +63,10 @@ def resumed(
                 found = (_with_hyperparams(found[0], state), *found[1:])
     # A checkpoint before the given state is ignored: a later state means that training has continued elsewhere.
     if found is None or int(found[0].step) < watch.start:
-        return state, None, None, {}, None
-    # At the step of a checkpoint the given state is used, without the `Watch` data: a new run with its own patience.
-    return found if int(found[0].step) > watch.start else (state, *found[1:3], {}, None)
+        return given
+    # At the step of a checkpoint the given state is used, with what it has of an earlier run: without early stopping
+    # that restored the best parameters, the patience begins anew.
+    return found if int(found[0].step) > watch.start else (given[0], *found[1:3], *given[3:])
 
 
 class Report(NamedTuple):
@@ -99,6 +102,7 @@ class Run:
     identity: Identity | None = None
     saved: int = -1
     execution: Execution | None = None
+    clock: CheckpointClock = field(default_factory=partial(CheckpointClock, None))
 
     def __post_init__(self) -> None:
         self.search: Search | Tuning | None = self.schedule.known
@@ -234,13 +238,15 @@ class Run:
         if step == self.saved:  # already saved: the final checkpoint, or no member has trained since
             return
         self.saved = step
+        self.clock.begin()
         assert self.identity is not None
         execution = self.search.best if isinstance(self.search, Search) else self.execution
         place = position("Trainer.fit", self.source, self.store.group)
         about = {**self.stepper.settings(execution), **self.identity.manifest(), "position": place}
+        about |= {CRITERION: self.watch.criterion}
 
         parts = full, about, self.recorder.arrays(), self.watch.parts(step, full)
-        self.store.write(step, lambda path: begin_writing("Trainer.fit", path, *parts, copies=True))
+        self.store.write(step, lambda path: begin_writing("Trainer.fit", path, *parts, copies=True), self.clock.end)
 
     def finish(self, given: TrainState, ended: State, target: int | None, interrupted: bool) -> TrainState:
         """Return the final state of all members; warn of non-finite parameters, and of a run that ended early."""
@@ -271,7 +277,7 @@ class Run:
                 warnings.warn(f"Trainer.fit: {ends}", stacklevel=4)
             elif aloud:  # expected with early stopping, so it is printed, not a warning
                 tqdm.write(ends.capitalize(), file=sys.stderr)
-        return last
+        return watch.restored(last)
 
 
 def train(
@@ -283,7 +289,7 @@ def train(
     watch: Watch,
     store: RunDirectory | None,
     identity: Identity | None,
-    checkpoint_every: int | None,
+    checkpoint_every: int | timedelta | None,
     history_every: int,
     callbacks: Sequence[Callback],
     together: int,
@@ -306,7 +312,9 @@ def train(
     recorder = Recorder(history_every, recorded)
     schedule = Schedule(None if store is None else store.directory, execution)
     length = None if total is None else start + total
-    run_of = Run(stepper, watch, recorder, store, taken, callbacks, schedule, step, length, history_every, identity)
+    clock = CheckpointClock(checkpoint_every, group)
+    rest: dict[str, Any] = {"identity": identity, "clock": clock}
+    run_of = Run(stepper, watch, recorder, store, taken, callbacks, schedule, step, length, history_every, **rest)
     first: State = watch.begin(copied_rows(begin), watched)
     ended, _, interrupted = run(
         first,
@@ -317,7 +325,7 @@ def train(
         record=run_of.record,
         say=lambda _, report: run_of.text(report),
         save=None if store is None else run_of.save,
-        checkpoint_every=checkpoint_every,
+        clock=clock,
         progress=watch.aloud,  # only the first process shows a bar
         group=group,
         done=step - start,
@@ -362,12 +370,13 @@ def _with_hyperparams(state: TrainState, given: TrainState) -> TrainState:
 
 
 def intervals(
-    watch: Watch, checkpoint_every: int | None, history_every: int, callbacks: Sequence[Callback]
+    watch: Watch, checkpoint_every: int | timedelta | None, history_every: int, callbacks: Sequence[Callback]
 ) -> list[int]:
     """Return the numbers of steps that a program of several steps must divide; 0 is divisible by any."""
     options = [x.every or 0 for x in (watch.early, watch.restarts) if x is not None]
     validated = [] if watch.validation is None else [watch.validation.every, watch.validation.offset]
-    return [checkpoint_every or 0, *options, *validated, *[history_every for x in callbacks if takes_state(x)]]
+    saved = checkpoint_every if isinstance(checkpoint_every, int | np.integer) else 0
+    return [int(saved), *options, *validated, *[history_every for x in callbacks if takes_state(x)]]
 
 
 def check_watched(stepper: Stepper, early: Any, restarts: Any, validation: Validation | None, callbacks: Any) -> None:

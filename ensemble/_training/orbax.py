@@ -91,12 +91,14 @@ def from_orbax(path: str | os.PathLike[str], like: Saved) -> Saved:
     path = Path(path).resolve()
     if not path.exists():
         raise FileNotFoundError(f"from_orbax: there is no checkpoint at {path}.")
-    arrays = _named("from_orbax", like)
-    wanted = {name: x for name, x in arrays.items() if x.size}
     with PyTreeCheckpointer() as checkpointer:
         held = _flat(checkpointer.metadata(path).item_metadata.tree)
         if isinstance(like, Ensemble):
             held = {name: x for name, x in held.items() if name[0] == "ensemble"}
+        else:  # of a run with early stopping, or not
+            like = like._like_with_best() if any(name[0] == "last" for name in held) else like._going_on()
+        arrays = _named("from_orbax", like)
+        wanted = {name: x for name, x in arrays.items() if x.size}
         _check(f"from_orbax: the checkpoint at {path}", held, wanted)
         item = _nested(wanted)
         how = checkpoint_utils.construct_restore_args(item)

@@ -50,8 +50,11 @@ def select(members: Members, indices: ArrayLike | Sequence[int]) -> Members:
       Ensemble of 2 × Linear, 15 parameters each
     """
     if isinstance(members, TrainState):
-        arrays = select_rows("select", members._arrays(), indices, len(members.ensemble))
+        best = members.ensemble.trainable, members.ensemble.rest
+        rows = members._arrays(), None if members.last is None else (best, members.last)
+        arrays, beside = select_rows("select", rows, indices, len(members.ensemble))
         chosen: Any = members._with_rows(arrays)
+        chosen = chosen if beside is None else chosen._with_best(*beside)
     elif isinstance(members, Ensemble):
         arrays = select_rows("select", (members.trainable, members.rest), indices, len(members))
         chosen = members._of_rows(*arrays)

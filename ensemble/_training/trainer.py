@@ -6,6 +6,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -16,6 +17,7 @@ import numpy as np
 from ...transforms._core.arguments import check_callable, check_choice, check_count, check_number, describe
 from ...transforms._core.axes import Axes, check_in_axes
 from ...transforms._core.memory import check_budget
+from ...transforms._runs.checkpoint_clock import CHECKPOINT_EVERY
 from ...transforms._runs.data import as_arrays
 from ...transforms._runs.history import History
 from ...transforms._runs.loop import check_options, iterate, total_steps
@@ -240,7 +242,7 @@ class Trainer:
             into the budget; the mesh has an axis "data", and the batch does not split evenly over it, the loss is not a
             mean over the examples, or the optimizer evaluates the loss again (`optax.lbfgs`).
         """
-        last = self._stepper.last
+        state, last = state._going_on() if isinstance(state, TrainState) else state, self._stepper.last
         again = None if last is None else last.again(state, batch)
         if again is None:
             self._check_state("Trainer.step", state)
@@ -261,7 +263,7 @@ class Trainer:
         steps_per_call: int = 1,
         progress: bool = True,
         checkpoint_dir: Any = None,
-        checkpoint_every: int | None = None,
+        checkpoint_every: int | timedelta | None = CHECKPOINT_EVERY,
         checkpoint_keep: int = 2,
         resume: Resume = "auto",
         history_every: int = 1,
@@ -294,7 +296,10 @@ class Trainer:
             `set_state`, as Grain's, goes on with the next one; `steps` still counts from `state`. Damaged checkpoints
             are skipped with a warning, and unfinished ones of a killed run removed. Other files in the directory are
             left alone. A final checkpoint is always written. One that cannot be written is warned of.
-          checkpoint_every: steps between checkpoints; None writes only the final one.
+          checkpoint_every: steps (an int) or time (a `datetime.timedelta`) between checkpoints; None writes only the
+            final one. By time, one is written between two steps, or calls of `steps_per_call`, unless all of them
+            would then have taken more than 5 % of the time of the run, as the last one took. With several processes,
+            the clock of the first decides.
           checkpoint_keep: the number of newest checkpoints to keep.
           resume: "auto" raises if the newest checkpoint is of another run: if the run did not start from `state` (to
             the bit), or has another optimizer or other hyperparameters, another program of a step (the loss, `grad_fn`,

@@ -45,6 +45,7 @@ class CheckpointWriter:
       held: for each part the rows of each array that this process holds, at least those that it writes, until then.
       manifest: the manifest, without what the processes have written.
       history: further arrays.
+      secret: whether only the owner of the files may read them.
     """
 
     path: Path
@@ -55,6 +56,7 @@ class CheckpointWriter:
     held: dict[str, list[Held]]
     manifest: dict[str, Any]
     history: Mapping[str, np.ndarray] | None
+    secret: bool
 
     @classmethod
     def begin(
@@ -68,6 +70,7 @@ class CheckpointWriter:
         about: Mapping[str, Any] | None = None,
         history: Mapping[str, np.ndarray] | None = None,
         copies: bool = False,
+        secret: bool = False,
     ) -> CheckpointWriter:
         """Create the directory, and find out which process writes which members. All processes call it.
 
@@ -80,6 +83,7 @@ class CheckpointWriter:
           about: further entries of the manifest; must be valid JSON.
           history: arrays to write in addition to the members.
           copies: whether to copy the arrays, whose memory is reused before they are written.
+          secret: whether only the owner of the files may read them.
 
         Raises:
           FileExistsError: `path` exists and is not a checkpoint, or holds other files too.
@@ -92,7 +96,7 @@ class CheckpointWriter:
             if group.is_first:
                 _check_replaceable(api, path)
                 path.parent.mkdir(parents=True, exist_ok=True)
-                unfinished.mkdir()
+                unfinished.mkdir(mode=0o700 if secret else 0o777)
 
         counts = {part: rows(tree, size) for part, tree in parts.items()}
         try:
@@ -118,7 +122,7 @@ class CheckpointWriter:
             if group.is_first:
                 shutil.rmtree(unfinished, ignore_errors=True)
             raise
-        return cls(path, group, unfinished, owners, counts, held, manifest, history)
+        return cls(path, group, unfinished, owners, counts, held, manifest, history, secret)
 
     def write(self) -> None:
         """Write the checkpoint. All processes call it."""
@@ -187,6 +191,9 @@ class CheckpointWriter:
             np.savez(self.unfinished / HISTORY, allow_pickle=False, **numbered)
             files[HISTORY] = (self.unfinished / HISTORY).stat().st_size
         (self.unfinished / MANIFEST).write_text(json.dumps({**manifest, "checksum": checksum(manifest)}))
+        # Nobody else could enter the directory so far; copies of single files keep their own permissions.
+        for file in self.unfinished.rglob("*") if self.secret else ():
+            file.chmod(0o700 if file.is_dir() else 0o600)
         # Flush before the rename, or a power failure could leave the final name with incomplete files.
         for file in [*self.unfinished.iterdir(), self.unfinished]:
             sync(file)

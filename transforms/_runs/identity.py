@@ -41,14 +41,24 @@ class Identity:
       size: the number of members.
       batches: the settings of the batches as plain values; empty if they are unknown.
       resume: whether to go on although something differs.
+      taken_over: the name of a part that may differ: the run goes on with that of the checkpoint.
 
     Attributes:
       differences: what differs from the checkpoint that the run goes on from.
+      takes_over: whether the part that may differ does.
     """
 
     def __init__(
-        self, group: Group, step: int, parts: Mapping[str, Any], size: int, batches: Mapping[str, Any], resume: bool
+        self,
+        group: Group,
+        step: int,
+        parts: Mapping[str, Any],
+        size: int,
+        batches: Mapping[str, Any],
+        resume: bool,
+        taken_over: str = "",
     ) -> None:
+        self._taken_over, self.takes_over = taken_over, False
         self._group, self._size, self._batches, self._resume = group, size, dict(batches), resume
         self._starts = [self._start(step, parts)]
         self._program: dict[str, Any] | None = None
@@ -85,8 +95,12 @@ class Identity:
             if not different:
                 self.differences.append(f"it did not start from a state at step {mine['step']}")
             elif all(different):
-                names = min(different, key=len)
-                self.differences.append(f"its state at step {mine['step']} has other {' and other '.join(names)}")
+                names = min(([x for x in names if x != self._taken_over] for names in different), key=len)
+                self.takes_over = not names
+                if names:
+                    self.differences.append(f"its state at step {mine['step']} has other {' and other '.join(names)}")
+                else:
+                    self._starts = starts
             else:  # the given state is the last one of that run
                 self._starts = [*starts, mine]
         then, now = self._written["batches"], self._batches

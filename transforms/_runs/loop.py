@@ -10,14 +10,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from itertools import count
 from types import FrameType, SimpleNamespace
 from typing import Any, TypeVar
 
 import jax
 
-from .._core.arguments import check_count, describe
+from .._core.arguments import check_count, describe, is_int
 from .._core.compat import is_preempted, setting
+from .checkpoint_clock import CHECKPOINT_EVERY, CheckpointClock
 from .processes import ALONE, Group
 from .source import Source
 
@@ -73,7 +75,7 @@ def run(
     record: Callable[[int, Any], Any],
     say: Callable[[int, Any], str],
     save: Callable[[State], None] | None,
-    checkpoint_every: int | None,
+    clock: CheckpointClock,
     progress: bool,
     group: Group = ALONE,
     done: int,
@@ -96,16 +98,16 @@ def run(
         saved. It is called after the next steps were dispatched, and waits for the metrics that it reads.
       say: returns the text that the bar shows after a step, from its number and metrics.
       save: writes a checkpoint of a state; None for no checkpoints.
-      checkpoint_every: steps between checkpoints; None for one at the end only. There is always one at the end.
+      clock: tells when a checkpoint is due. There is always one at the end.
       progress: whether to show the bar.
       group: the processes that take the steps. With several, Ctrl-C interrupts the step: if only one of them ended
         the loop, the others would wait for it in a collective.
       done: the number of steps of the bar that were taken before.
       total: the total number of steps of the bar, if known.
       finished: called before each step; returns whether to stop.
-      together: the number of batches for a call of `advance`; it divides `checkpoint_every`. Only calls from a multiple
-        of this many steps on get as many, if `source` can stack them, all others a single one, so that a resumed run
-        repeats the calls.
+      together: the number of batches for a call of `advance`; it divides the steps between checkpoints, if these are
+        counted. Only calls from a multiple of this many steps on get as many, if `source` can stack them, all others a
+        single one, so that a resumed run repeats the calls.
       at_once: returns whether `record` needs the state after a step, from its number and metrics. Then the loop waits
         for the step before it takes the next one, which would reuse the memory of that state.
       written: waits until the last checkpoint is written; called at the end.
@@ -167,7 +169,7 @@ def run(
                     ahead = _AHEAD + min(2 * calls, _TOGETHER, int(_SECONDS * calls / max(now - before, 1e-9)))
             if at_once(step, metrics):
                 settle(0)
-            if save is not None and checkpoint_every is not None and step % checkpoint_every == 0:
+            if save is not None and clock.due(step):
                 settle(0)
                 save(state)
                 saved = step
@@ -274,12 +276,23 @@ def check_options(
 ) -> None:
     """Raise if an option of `fit` has a wrong type, is too small, or needs another option."""
     check_count(api, "steps", steps, 0, optional=True)
-    check_count(api, "checkpoint_every", checkpoint_every, 1, optional=True)
+    _check_interval(api, checkpoint_every)
     check_count(api, "checkpoint_keep", checkpoint_keep, 1)
     check_count(api, "history_every", history_every, 1)
-    if checkpoint_every is not None and checkpoint_dir is None:
+    if checkpoint_every not in (None, CHECKPOINT_EVERY) and checkpoint_dir is None:
         raise ValueError(f"{api}: checkpoint_every needs a checkpoint_dir to write to; pass one.")
     if not isinstance(resume, bool) and resume != "auto":
         raise ValueError(f'{api}: resume must be "auto", True or False, but got {resume!r}.')
     if resume != "auto" and checkpoint_dir is None:
         raise ValueError(f"{api}: resume={resume} needs a checkpoint_dir; pass one.")
+
+
+def _check_interval(api: str, every: Any) -> None:
+    """Raise if the steps or the time between checkpoints have another type, or are not positive."""
+    if isinstance(every, timedelta):
+        if every <= timedelta(0):
+            raise ValueError(f"{api}: checkpoint_every must be a positive time, but got {every!r}.")
+    elif every is not None and not is_int(every):
+        kinds = "an int, a datetime.timedelta or None"
+        raise TypeError(f"{api}: checkpoint_every must be {kinds}, but got {describe(every)}.")
+    check_count(api, "checkpoint_every", None if isinstance(every, timedelta) else every, 1, optional=True)

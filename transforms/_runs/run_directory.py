@@ -59,11 +59,13 @@ class _Pending:
         self.all_rows: list[Written] | None = None
         self._writer: CheckpointWriter | None = None
 
-    def start(self, thread: ThreadPoolExecutor, writer: CheckpointWriter, then: Callable[[], None]) -> None:
-        """Let a thread write the checkpoint, and call `then` when it is published."""
+    def start(
+        self, thread: ThreadPoolExecutor, writer: CheckpointWriter, then: Callable[[], None], ended: Callable[[], None]
+    ) -> None:
+        """Let a thread write the checkpoint, call `then` when it is published, and `ended` in any case."""
         self._writer = writer
         self.rows = thread.submit(self._write_rows, writer)
-        self.published = thread.submit(self._publish, writer, then)
+        self.published = thread.submit(self._publish, writer, then, ended)
 
     def fail(self, error: OSError) -> None:
         """Note that it could not be begun."""
@@ -111,10 +113,10 @@ class _Pending:
             writer.held.clear()
         return rows
 
-    def _publish(self, writer: CheckpointWriter, then: Callable[[], None]) -> None:
-        if not writer.group.is_first:
-            return
+    def _publish(self, writer: CheckpointWriter, then: Callable[[], None], ended: Callable[[], None]) -> None:
         try:
+            if not writer.group.is_first:
+                return
             rows = self._rows_of_all(writer)
             if rows is None:
                 raise OSError("not all processes have written their parts")
@@ -122,6 +124,7 @@ class _Pending:
             then()
         finally:
             writer.discard()
+            ended()
 
     def _rows_of_all(self, writer: CheckpointWriter) -> list[Written] | None:
         if writer.group.is_alone:
@@ -219,10 +222,11 @@ class RunDirectory:
                 warnings.warn(f"{error} It is skipped, and will be renamed if a new one has its name.", stacklevel=5)
         return None
 
-    def going_on(self, step: int, differences: Sequence[str]) -> None:
-        """Print that the run goes on from a checkpoint, with what differs from the run that wrote it."""
+    def going_on(self, step: int, differences: Sequence[str], taken_over: str = "") -> None:
+        """Print that the run goes on from a checkpoint, with what it takes over, and what differs from its run."""
+        taken = f", with {taken_over}" if taken_over else ""
         but = f", although {'; '.join(differences)}" if differences else ""
-        self._print(f"going on from step {step} in {self.directory}{but}.")
+        self._print(f"going on from step {step} in {self.directory}{taken}{but}.")
 
     def check_room(self, step: int, state: Any) -> None:
         """Raise if the disk has no room for a checkpoint of a state.
@@ -240,7 +244,9 @@ class RunDirectory:
 
         self.group.agree(check)
 
-    def write(self, step: int, begin: Callable[[Path], CheckpointWriter]) -> None:
+    def write(
+        self, step: int, begin: Callable[[Path], CheckpointWriter], ended: Callable[[], None] = lambda: None
+    ) -> None:
         """Write the checkpoint of a step while the run goes on, and remove all but the newest `keep`.
 
         If the disk is full, or fails in another way, warn: a run does not end for lack of a checkpoint.
@@ -248,6 +254,7 @@ class RunDirectory:
         Args:
           step: the step.
           begin: a function of the path. The run may reuse the memory of all arrays afterwards.
+          ended: called once it is on the disk, or cannot be written, perhaps in another thread.
         """
         self._settle(stacklevel=8, last=False)  # the user's line: above `save`, `run`, `train` and `fit`
         path = self.directory / f"step_{step:08d}"
@@ -266,9 +273,10 @@ class RunDirectory:
         try:
             self._pending.append(pending)
             self.group.agree(make_room)
-            pending.start(self._thread, begin(path), remove_old)
+            pending.start(self._thread, begin(path), remove_old, ended)
         except OSError as error:
             pending.fail(error)
+            ended()
         except BaseException:
             self._pending.clear()
             pending.told.set()

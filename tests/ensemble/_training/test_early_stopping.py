@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,18 @@ import optax
 import pytest
 from flax import nnx
 
-from plurax.ensemble import EarlyStopping, Ensemble, Restarts, Trainer, load
+from plurax.ensemble import (
+    EarlyStopping,
+    Ensemble,
+    Restarts,
+    Trainer,
+    from_orbax,
+    load,
+    load_member,
+    save,
+    select,
+    to_orbax,
+)
 
 
 class Counter(nnx.Module):
@@ -216,6 +228,151 @@ class Test_early_stopping:
                 trainer.fit(start, batches(2), progress=False, early_stopping=EarlyStopping(evaluate=wrong, every=1))
         with pytest.raises(TypeError, match="early_stopping must be of type EarlyStopping, but got"):
             trainer.fit(start, batches(2), early_stopping=5)
+
+
+def own(state):
+    """Return the arrays of the members, with the state of their optimizers."""
+    return state.ensemble.trainable, state.ensemble.rest, state.opt_state
+
+
+@pytest.fixture(scope="module")
+def start():
+    return adam(None, "vmap").init(numbered(3))
+
+
+@pytest.fixture(scope="module")
+def calm(start):
+    """The states after each step, without early stopping."""
+    states = {}
+    options = {"callbacks": [lambda step, metrics, state: states.update({step: state()})]}
+    adam(None, "vmap").fit(start, batches(16), progress=False, **options)
+    return states
+
+
+class Test_best_parameters_at_every_end:
+    """Member i is best after `turning_points[i]` steps; one that is not yet worse has what it has at the end."""
+
+    turning_points = (4, 30, 8)
+
+    def stopping(self, **options):
+        options = {"every": 2, "patience": 3, **options}
+        return EarlyStopping(evaluate=evaluate(self.turning_points)[0], **options)
+
+    def fit(self, state, given, **options):
+        options = {"early_stopping": self.stopping(), "progress": False, **options}
+        return adam(None, "vmap").fit(state, given, **options)
+
+    def check(self, state, calm, steps, assert_same):
+        assert int(state.step) == steps
+        for i, point in enumerate(self.turning_points):
+            best = min(point, steps - steps % 2)
+            assert_same(arrays_of(state, i), arrays_of(calm[best], i), tolerance=1e-6)
+
+    @pytest.mark.parametrize("steps", [1, 5, 9, 13, 16])
+    def test_the_last_step(self, steps, start, calm, assert_same):
+        if steps == 1:  # no evaluation yet
+            state, _ = self.fit(start, batches(16), steps=1)
+            assert_same(state.ensemble, calm[1].ensemble)
+            return
+        state, _ = self.fit(start, batches(16), steps=steps)
+        self.check(state, calm, steps, assert_same)
+
+    def test_all_patience_ends(self, start, calm, assert_same):
+        state, _ = self.fit(start, batches(40), early_stopping=self.stopping(patience=1), steps=10)
+        self.check(state, calm, 10, assert_same)
+        np.testing.assert_array_equal(state.standing.stopped, [2, 0, 2])
+
+    def test_ctrl_c(self, start, calm, assert_same):
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            stop = [lambda step, metrics: os.kill(os.getpid(), signal.SIGINT) if step == 6 else None]
+            state, _ = self.fit(start, batches(16), steps=16, callbacks=stop)
+        finally:
+            signal.signal(signal.SIGINT, before)
+        assert 6 <= int(state.step) < 12
+        self.check(state, calm, int(state.step), assert_same)
+
+    def test_patience_does_not_decide_what_is_returned(self, start, assert_same):
+        """As long as no member has stopped."""
+        few, _ = self.fit(start, batches(16), early_stopping=self.stopping(patience=7))
+        many, _ = self.fit(start, batches(16), early_stopping=self.stopping(patience=1000))
+        assert_same(few, many)
+        assert few.last is not None
+
+    def test_without_restoring_the_last_parameters_stay(self, start, calm, assert_same):
+        options = {"early_stopping": self.stopping(restore_best=False, patience=4)}
+        state, _ = self.fit(start, batches(9), **options)
+        assert state.last is None
+        assert_same(state, calm[9], tolerance=1e-6)
+        after, _ = self.fit(state, batches(16)[9:], **options)
+        np.testing.assert_array_equal(after.standing.stopped, [0, 0, 0])  # the patience has begun anew
+
+    def test_it_goes_on_from_the_last_step(self, start, calm, assert_same):
+        """By `step`, and by `fit` without early stopping; `ensemble` then is that of the last step."""
+        given, trainer = batches(16), adam(None, "vmap")
+        state, _ = self.fit(start, given, steps=9)
+        one, _ = trainer.step(state, given[9])
+        assert one.last is None
+        assert_same(own(one), own(calm[10]), tolerance=1e-6)
+        more, _ = trainer.fit(state, given[9:], progress=False)
+        assert more.last is None
+        assert_same(own(more), own(calm[16]), tolerance=1e-6)
+        again, _ = trainer.step(dataclasses.replace(state, last=None), given[9])  # from the best ones
+        np.testing.assert_array_equal([m.counter.steps[...] for m in again.ensemble], [5, 9, 9])
+
+    @pytest.mark.parametrize("cut", [1, 6, 9, 11, 15])
+    def test_a_run_in_two_equals_the_whole_one_to_the_bit(self, cut, start, assert_same, tmp_path):
+        """Handed over in memory, by files, and by checkpoints; member 0 stops at step 10, and leaves."""
+        given = batches(16)
+        whole, rows = self.fit(start, given)
+        half, first = self.fit(start, given, steps=cut, checkpoint_dir=tmp_path / "run")
+        save(tmp_path / "saved", half)
+        to_orbax(tmp_path / "orbax", half)
+        for state in (half, load(tmp_path / "saved", start), load(tmp_path / "saved", half)):
+            assert_same(state, half)
+        found = from_orbax(tmp_path / "orbax", start)
+        assert_same(jax.tree.leaves(found), jax.tree.leaves(half))  # Orbax has no place for the criterion
+        assert found.last.criterion == ""
+        assert_same(load(tmp_path / "run" / f"step_{cut:08d}", start), half)
+        after, second = self.fit(load(tmp_path / "saved", start), given[cut:])
+        assert_same(after, whole)
+        np.testing.assert_equal(first + second, rows)
+        for name, state, left in (("start", start, given), ("half", half, given[cut:])):
+            shutil.copytree(tmp_path / "run", tmp_path / name)
+            after, history = self.fit(state, left, checkpoint_dir=tmp_path / name)
+            assert_same(after, whole)
+            np.testing.assert_equal(history, rows)
+
+    def test_another_criterion_does_not_compare_with_the_values_of_the_first(self, start, tmp_path):
+        state, _ = self.fit(start, batches(9))
+        save(tmp_path / "state", state)
+        other = {"early_stopping": self.stopping(mode="max", patience=30)}
+        for given in (state, load(tmp_path / "state", start)):
+            match = "^Trainer.fit: `state` has the best parameters by the min of a function, not by the max of a func"
+            with pytest.raises(ValueError, match=match):
+                self.fit(given, batches(16)[9:], **other)
+        after, _ = self.fit(dataclasses.replace(state, last=None), batches(16)[9:], **other)  # from 4, 8 and 8
+        np.testing.assert_array_equal(after.last.rest["counter"]["steps"], [11, 15, 15])
+        np.testing.assert_array_equal(after.last.values, [7, 21, 7])
+        np.testing.assert_array_equal(after.ensemble.rest["counter"]["steps"], [11, 9, 15])
+
+    def test_files_and_selections_have_the_best_ones_too(self, start, calm, assert_same, tmp_path):
+        state, _ = self.fit(start, batches(9), checkpoint_dir=tmp_path)
+        path = tmp_path / "step_00000009"
+        assert_same(load(path, start.ensemble), state.ensemble)
+        for like in (start, start.ensemble, start.ensemble[0]):
+            assert_same(load_member(path, 2, like), state.ensemble[2])
+        chosen = select(state, [2, 0])
+        assert_same(chosen.ensemble, select(state.ensemble, [2, 0]))
+        after, _ = adam(None, "vmap").step(chosen, batches(10)[9])
+        assert_same(own(after), own(select(calm[10], [2, 0])), tolerance=1e-6)
+
+    def test_a_run_that_did_not_keep_the_best_begins_to(self, start, tmp_path):
+        """Its values had no parameters."""
+        given = batches(16)
+        self.fit(start, given[:9], checkpoint_dir=tmp_path, early_stopping=self.stopping(restore_best=False))
+        state, _ = self.fit(start, given, checkpoint_dir=tmp_path)
+        np.testing.assert_array_equal(state.ensemble.rest["counter"]["steps"], [10, 16, 10])
 
 
 class Test_callbacks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -24,7 +25,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from plurax.ensemble import EarlyStopping, Ensemble, Restarts, Trainer, load, load_member, save
-from plurax.transforms._runs import checkpoint_writer
+from plurax.transforms._runs import checkpoint_clock, checkpoint_writer
 from plurax.transforms._runs.processes import Damaged, Group
 
 # All in one worker, which runs the script once.
@@ -111,7 +112,7 @@ def held(tree: Any) -> list[np.ndarray]:
     data = [
         jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in jax.tree.leaves(tree)
     ]
-    return [np.asarray(shard.data) for x in data for shard in x.addressable_shards]
+    return [np.asarray(x.data) for array in data for x in getattr(array, "addressable_shards", [array])]
 
 
 # The script.
@@ -171,6 +172,9 @@ def run(root: Path) -> dict[str, Any]:
         assert told == list(range(1, 25))  # in every process
         assert int(state.step) == 24
         assert len(state.ensemble) == 4
+        again = load(root / "watched" / "step_00000024", trainer.init(members(4)))
+        for mine, theirs in zip(held(again), held(state), strict=True):  # the best, and the last ones
+            np.testing.assert_array_equal(mine, theirs)
 
     @check
     def validates() -> None:
@@ -242,6 +246,24 @@ def run(root: Path) -> dict[str, Any]:
                 time.sleep(0.01)
 
         fit_slowly("meanwhile", write_later, look)
+
+    @check
+    def the_first_clock_decides() -> None:
+        """The clock of the other one stands still."""
+        looks, before = itertools.count(), (checkpoint_clock.now, checkpoint_clock._SHARE)
+        checkpoint_clock.now = lambda: 100.0 * next(looks) if jax.process_index() == 0 else 0.0
+        checkpoint_clock._SHARE = 1e9
+        trainer, options = trainer_on(flat), {"checkpoint_keep": 99, "progress": False}
+        try:
+            slowly = [lambda step, metrics: time.sleep(0.05)]  # so that checkpoints are done meanwhile
+            paths: dict[str, Any] = {"checkpoint_dir": root / "clock", "callbacks": slowly}
+            state, _ = trainer.fit(trainer.init(members(4, flat)), BATCHES * 5, **options, **paths)
+        finally:
+            checkpoint_clock.now, checkpoint_clock._SHARE = before
+        whole, _ = trainer.fit(trainer.init(members(4, flat)), BATCHES * 5, **options)
+        for mine, theirs in zip(held(state), held(whole), strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+        assert len([*(root / "clock").glob("step_*")]) > 2
 
     @check
     def a_disk_fails_in_one_process() -> None:
@@ -355,6 +377,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "validates",
         "fails_together",
         "writes_while_the_run_goes_on",
+        "the_first_clock_decides",
         "a_disk_fails_in_one_process",
         "an_error_leaves_the_checkpoint_before_it",
         "splits_each_member",

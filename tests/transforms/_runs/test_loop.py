@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from plurax.transforms._runs.checkpoint_clock import CheckpointClock
 from plurax.transforms._runs.loop import Preempted, run
 from plurax.transforms._runs.processes import ALONE, Group
 
@@ -35,7 +36,7 @@ def taken(source: Iterator[Any], saved: list[int] | None, group: Group = ALONE, 
         record=lambda step, metrics: None,
         say=lambda step, metrics: "",
         save=None if saved is None else saved.append,
-        checkpoint_every=None,
+        clock=options.pop("clock", CheckpointClock(None)),
         progress=False,
         group=group,
         done=0,

@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..._core.memory import check_budget
 from ..._core.prng import check_key
 from ..._models.equinox import differentiated, held
 from ..._models.split_model import Model, models_of, split_tree
+from ..._runs.checkpoint_clock import CHECKPOINT_EVERY
 from ..._runs.history import History
 from ..._runs.loop import check_options
 from ..._runs.processes import Group
@@ -281,7 +283,7 @@ class DPSGD(Mechanism):
         sizes: Sequence[int] | None = None,
         progress: bool = True,
         checkpoint_dir: Any = None,
-        checkpoint_every: int | None = None,
+        checkpoint_every: int | timedelta | None = CHECKPOINT_EVERY,
         checkpoint_keep: int = 2,
         resume: Resume = "auto",
         history_every: int = 1,
@@ -301,11 +303,15 @@ class DPSGD(Mechanism):
             the newest, with results equal to an uninterrupted run bit for bit; `steps` counts from `state`. Damaged
             checkpoints are skipped with a warning, the incomplete checkpoint of a killed run is removed, and other
             files are not touched. A final checkpoint is always written; one that cannot be written is warned of.
-            Checkpoints hold the keys of noise and batches, and a digest of the data: keep them as secret as the data.
-          checkpoint_every: steps between checkpoints; None writes only the final one.
+            Checkpoints hold the keys of noise and batches, and a digest of the data. Only their owner can read them;
+            keep them secret, and delete them before the model is published.
+          checkpoint_every: steps (an int) or time (a `datetime.timedelta`) between checkpoints, as for `Trainer.fit`;
+            None writes only the final one.
           checkpoint_keep: the number of checkpoints to keep; older ones are removed.
           resume: as for `Trainer.fit`: "auto" raises if the newest checkpoint is of another run (another first state,
-            loss, optimizer or data), True goes on all the same, and False renames all checkpoints and starts anew.
+            loss, optimizer or data), True goes on all the same, and False renames all checkpoints and starts anew. The
+            key may differ, so that a program can draw a secret one at each start: the run goes on with that of the
+            checkpoint, and says so.
           history_every: steps between rows of the history.
 
         Returns:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from ..._core.arguments import check_number
 from ..._runs.checkpoint import Checkpoint
+from ..._runs.checkpoint_clock import CheckpointClock
 from ..._runs.history import History, Recorder, recorded
 from ..._runs.identity import Identity, digest, in_a_run, program_digest
 from ..._runs.loop import run
@@ -24,6 +26,9 @@ from .model_loss import with_frozen, without_frozen
 from .sampling import Batch
 from .state import DPState, as_member, begin_writing, read_state
 from .step import PrivateStep
+
+# The part of a state that a secret key determines, which a program need not have when it is started again.
+_KEYS = "random keys"
 
 
 def train(
@@ -37,7 +42,7 @@ def train(
     say: Callable[[int, Any], str],
     *,
     target: int,
-    checkpoint_every: int | None,
+    checkpoint_every: int | timedelta | None,
     history_every: int,
     progress: bool,
 ) -> tuple[DPState, History, bool]:
@@ -53,13 +58,14 @@ def train(
       example: returns a batch of any size, by which the program of a step is compared with that of a checkpoint.
       say: returns the text of the progress bar after a step.
       target: the last step.
-      checkpoint_every: steps between checkpoints.
+      checkpoint_every: steps or time between checkpoints; None writes only the final one.
       history_every: steps between rows of the history.
       progress: whether to show a bar.
     """
     start, history, save = int(state.step), None, None
     if store is not None:
-        identity = Identity(store.group, start, _parts(state), 1, {"data": digest([*data])}, store.resume is True)
+        settings = {"data": digest([*data])}
+        identity = Identity(store.group, start, _parts(state), 1, settings, store.resume is True, _KEYS)
         given = state
         state, history = _resumed(store, identity, given)
         begin = int(state.step)
@@ -67,8 +73,9 @@ def train(
             newest = f"the newest checkpoint in {store.directory} is at step {begin}"
             raise ValueError(f"DPSGD.fit: {newest}, after step {target}; pass more steps or another directory.")
         identity.check_program([], lambda _: program_digest(jax.jit(private).trace(given, example()).jaxpr))
-        if begin > start:
-            store.going_on(begin, identity.differences)
+        if begin > start or identity.takes_over:
+            key = "the key of its checkpoint instead of that of `state`" if identity.takes_over else ""
+            store.going_on(begin, identity.differences, key)
         if begin < target:
             store.check_room(begin, state)
     if private.check_loss and private.keep_batch_dim and int(state.step) == 0:
@@ -79,8 +86,10 @@ def train(
     def whole(state: DPState) -> DPState:
         return replace(state, tree=with_frozen(state.tree, frozen))
 
+    group = Group.of(state)
+    clock = CheckpointClock(checkpoint_every, group)
     if store is not None:
-        save = partial(_save, store, identity, recorder, whole)
+        save = partial(_save, store, identity, recorder, clock, whole)
 
     def record(step: int, metrics: dict[str, Any]) -> None:
         # A single model is recorded as an ensemble of one.
@@ -96,9 +105,9 @@ def train(
         record=record,
         say=say,
         save=save,
-        checkpoint_every=checkpoint_every,
+        clock=clock,
         progress=progress,
-        group=Group.of(state),
+        group=group,
         done=begin - start,
         total=target - start,
         written=(lambda: None) if store is None else store.written,
@@ -165,7 +174,7 @@ def _parts(state: DPState) -> dict[str, Any]:
     """Return the arrays of a state that identify a run, by the names that errors use."""
     (arrays,) = as_member(state)[0].values()
     keys = {name: arrays[name] for name in ("noise_state", "mask_key", "seed")}
-    return {"weights": arrays["tree"], "optimizer states": arrays["opt_state"], "random keys": keys}
+    return {"weights": arrays["tree"], "optimizer states": arrays["opt_state"], _KEYS: keys}
 
 
 def _resumed(store: RunDirectory, identity: Identity, state: DPState) -> tuple[DPState, dict[str, np.ndarray] | None]:
@@ -182,17 +191,19 @@ def _resumed(store: RunDirectory, identity: Identity, state: DPState) -> tuple[D
     identity.check(checkpoint, int(after.step), _parts(after))
     if after.step < state.step:
         return state, None
-    # At the step of a checkpoint the state that was passed takes precedence.
-    return after if after.step > state.step else state, history
+    # At the step of a checkpoint the state that was passed takes precedence, unless only its key differs.
+    return after if after.step > state.step or identity.takes_over else state, history
 
 
 def _save(
     store: RunDirectory,
     identity: Identity,
     recorder: Recorder,
+    clock: CheckpointClock,
     whole: Callable[[DPState], DPState],
     state: DPState,
 ) -> None:
     """Write a checkpoint of a run with its history; `whole` adds the frozen arrays to a state."""
+    clock.begin()
     parts = whole(state), recorder.arrays(), identity.manifest()
-    store.write(int(state.step), lambda path: begin_writing("DPSGD.fit", path, *parts, copies=True))
+    store.write(int(state.step), lambda path: begin_writing("DPSGD.fit", path, *parts, copies=True), clock.end)

@@ -184,6 +184,8 @@ class Mechanism:
     def save(self, path: str | os.PathLike[str], state: DPState) -> None:
         """Write a state with its ledger to a directory, atomically. Keep it secret: it holds the keys of the noise.
 
+        Only the owner of the files can read them.
+
         Args:
           path: the directory to create. An existing checkpoint is replaced once the new one is complete.
           state: the state to write, which also holds the seed of the batches.

@@ -147,11 +147,14 @@ def begin_writing(
     *,
     copies: bool = False,
 ) -> CheckpointWriter:
-    """Begin a checkpoint of a state, with its ledger, its step, optionally a history, and `more` in the manifest."""
+    """Begin a checkpoint of a state, with its ledger, its step, optionally a history, and `more` in the manifest.
+
+    Only the owner of the files can read them, since they hold the keys.
+    """
     # The manifest holds the step and the ledger in readable form; JSON preserves Python's numbers exactly.
     about = {"step": int(state.step), "ledger": asdict(state.ledger), **(more or {})}
     parts, outlines = as_member(state)
-    options: dict[str, Any] = {"about": about, "history": history, "copies": copies}
+    options: dict[str, Any] = {"about": about, "history": history, "copies": copies, "secret": True}
     return CheckpointWriter.begin(api, path, parts, 1, outlines=outlines, **options)
 
 

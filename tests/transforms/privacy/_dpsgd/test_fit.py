@@ -7,7 +7,9 @@ import json
 import os
 import re
 import signal
+import stat
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,9 +21,12 @@ import pandas as pd
 import pytest
 from flax import nnx
 
-from plurax.ensemble import Ensemble, Trainer, load
+from plurax.ensemble import Ensemble, Trainer, export, load, save
+from plurax.transforms._core.prng import is_key
+from plurax.transforms._runs import checkpoint_writer
 from plurax.transforms._runs.processes import Group
 from plurax.transforms._runs.run_directory import RunDirectory
+from plurax.transforms.modules import save_params
 from plurax.transforms.privacy import DPSGD
 from plurax.transforms.privacy._dpsgd.accounting import Ledger
 
@@ -175,12 +180,13 @@ def test_interrupted_and_resumed_equals_uninterrupted_to_the_bit(tmp_path: Any, 
     dp.batches = interrupted  # type: ignore[method-assign, assignment]  # Ctrl-C during a run
     half, _ = fit(dp, state, checkpoint_dir=tmp_path, checkpoint_every=3)
     assert int(half.step) == 5
-    # Another process makes its own `DPSGD` and a state with another key.
+    # Another process makes its own `DPSGD`, and a state with another key, as if it had drawn a secret one.
     again = make(noise_strategy=[1.0, 0.5])
-    fresh = again.init(model, key=jax.random.key(1))
+    fresh = again.init(model, key=jax.random.key(2))
     after, history = fit(again, fresh, checkpoint_dir=tmp_path, checkpoint_every=3)
     assert_same(after, whole)
     assert history == whole_history
+    assert_same(fit(again, fresh, checkpoint_dir=tmp_path)[0], whole)  # no step is left
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000009", "step_00000012"]
 
 
@@ -188,7 +194,7 @@ def test_a_checkpoint_at_the_step_of_the_state_does_not_replace_it(tmp_path: Any
     fit(dp, state, steps=2, checkpoint_dir=tmp_path)
     other, _ = fit(dp, dp.init(network(nnx.Rngs(5)), key=jax.random.key(5)), steps=2)
     options = {"steps": 1, "checkpoint_dir": tmp_path}
-    with pytest.raises(ValueError, match="its state at step 2 has other weights and other optimizer states and other"):
+    with pytest.raises(ValueError, match=r"its state at step 2 has other weights and other optimizer states\. Use"):
         fit(dp, other, **options)
     assert_same(fit(dp, other, resume=True, **options)[0], fit(dp, other, steps=1)[0])
 
@@ -198,8 +204,8 @@ def other_loss(model: Any, x: Any, y: Any) -> Any:
 
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "key": ({"key": 2}, "its state at step 0 has other random keys"),
     "weights": ({"seed": 1}, "its state at step 0 has other weights"),
+    "weights and key": ({"seed": 1, "key": 2}, r"its state at step 0 has other weights\. Use another"),
     "loss": ({"loss": other_loss}, "its steps run another program"),
     "optimizer": ({"optimizer": optax.adam(2e-2)}, "its steps run another program"),
     "data": ({"data": (X, np.roll(Y, 1))}, "its batches have another data"),
@@ -231,6 +237,97 @@ def test_a_checkpoint_of_another_run_is_refused(name: str, tmp_path: Any, dp: DP
     assert f"going on from step 3 in {tmp_path}, although its " in capsys.readouterr().err
     run(steps=1, resume=False, **changed)
     assert sorted(path.suffix for path in tmp_path.iterdir()) == ["", ".earlier", ".earlier"]
+
+
+def test_a_run_goes_on_with_the_key_of_its_checkpoint(tmp_path: Any, dp: DPSGD, state: Any, capsys: Any) -> None:
+    """One line says so; it is said as often as another key is passed, and never of the same one."""
+    whole, history = fit(dp, state)
+
+    def run(key: int, steps: int, seed: int = 0) -> Any:
+        return fit(dp, dp.init(network(nnx.Rngs(seed)), key=jax.random.key(key)), steps=steps, checkpoint_dir=tmp_path)
+
+    taken = ", with the key of its checkpoint instead of that of `state`"
+    for key, steps, said in ((1, 3, None), (7, 5, taken), (8, 5, taken), (1, 9, ""), (9, 12, taken)):
+        before = max((int(path.name[5:]) for path in tmp_path.iterdir()), default=0)
+        after, rows = run(key, steps)
+        lines = [] if said is None else [f"DPSGD.fit: going on from step {before} in {tmp_path}{said}."]
+        assert capsys.readouterr().err.splitlines() == lines
+    assert_same(after, whole)
+    assert rows == history
+    with pytest.raises(ValueError, match="is of another run: its state at step 0 has other weights"):
+        run(9, 12, seed=1)
+
+
+def test_the_key_of_a_checkpoint_at_the_same_step_is_used(tmp_path: Any, dp: DPSGD, state: Any) -> None:
+    half, _ = fit(dp, state, steps=4, checkpoint_dir=tmp_path)
+    other = dp.init(network(nnx.Rngs(0)), key=jax.random.key(3))
+    keys = {name: getattr(other, name) for name in ("noise_state", "mask_key", "seed")}
+    after, _ = fit(dp, replace(half, **keys), checkpoint_dir=tmp_path)
+    assert_same(after, fit(dp, state)[0])
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_only_the_owner_can_read_checkpoints(tmp_path: Any, dp: DPSGD, state: Any, resumed: bool) -> None:
+    before = os.umask(0)
+    try:
+        for steps in (2, 4) if resumed else (4,):
+            after, _ = fit(dp, state, steps=steps, checkpoint_dir=tmp_path / "run", checkpoint_keep=1)
+        for _ in range(2):  # the second replaces the first
+            dp.save(tmp_path / "saved", after)
+    finally:
+        os.umask(before)
+    paths = [tmp_path / "saved", tmp_path / "run" / "step_00000004"]
+    found = [file for path in paths for file in [path, *path.rglob("*")]]
+    assert len(found) > 8
+    assert {stat.S_IMODE(file.stat().st_mode) for file in found if file.is_file()} == {0o600}
+    assert {stat.S_IMODE(file.stat().st_mode) for file in found if file.is_dir()} == {0o700}
+
+
+def test_an_unfinished_checkpoint_is_closed_to_others_too(
+    tmp_path: Any, dp: DPSGD, state: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, write = [], checkpoint_writer._write_rows
+
+    def look(path: Any, *args: Any) -> Any:
+        found = write(path, *args)
+        seen.append(stat.S_IMODE(path.parents[2].stat().st_mode))
+        return found
+
+    monkeypatch.setattr(checkpoint_writer, "_write_rows", look)
+    before = os.umask(0)
+    try:
+        dp.save(tmp_path / "saved", state)
+    finally:
+        os.umask(before)
+    assert seen == [0o700]
+
+
+@pytest.mark.parametrize("members", [None, 2])
+def test_a_model_that_is_saved_or_exported_has_no_key(tmp_path: Any, dp: DPSGD, members: Any) -> None:
+    """Nor has its random state any number of the secret ones, though its dropout drew masks from these."""
+    words = np.frombuffer(np.random.default_rng(3).bytes(8), np.uint32)
+    made = network(nnx.Rngs(0)) if members is None else Ensemble.create(network, members, seed=0)
+    first = dp.init(made, key=jax.random.wrap_key_data(jnp.asarray(words)))
+    state, _ = fit(dp, first, steps=3)
+    secret = {"given": words, "mask": jax.random.key_data(state.mask_key), "seed": state.seed}
+    for name, held in (("noise before", first), ("noise", state)):
+        (secret[name],) = (jax.random.key_data(x) for x in jax.tree.leaves(held.noise_state) if is_key(x))
+    ensemble = Ensemble.stack([state.model]) if members is None else state.model
+    save_params(tmp_path / "params.safetensors", ensemble[0])
+    save(tmp_path / "ensemble", ensemble)
+    export(ensemble, tmp_path / "model.bin", X[:2], platforms=("cpu",))
+    dp.save(tmp_path / "secret", state)
+
+    def has(path: Any, number: Any) -> bool:
+        rows = np.asarray(number).reshape(-1, np.shape(number)[-1])
+        data = [file.read_bytes() for file in [path, *path.rglob("*")] if file.is_file()]
+        return any(row.tobytes() in one for row in rows for one in data)
+
+    for name, number in secret.items():
+        if name not in ("given", "noise before"):
+            assert has(tmp_path / "secret", number), name  # the search finds what is there
+        for path in ("params.safetensors", "ensemble", "model.bin"):
+            assert not has(tmp_path / path, number), (name, path)
 
 
 def test_a_run_with_other_sizes_of_batches_goes_on(tmp_path: Any, dp: DPSGD, state: Any) -> None:
