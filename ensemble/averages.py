@@ -335,8 +335,8 @@ def update_statistics(ensemble: Ensemble[Any], batches: Iterable[Any], *, in_axe
         if id(x) not in known:
             raise ValueError(f"{api}: `{dotted(path)}` belongs to no nnx.BatchNorm, so how it is updated is not known.")
     paths = [path for path, _ in statistics]
-    if ensemble.shared is not None and (common := ensemble.shared.paths.intersection(paths)):
-        raise ValueError(f"{api}: members share `{dotted(min(common))}`; leave statistics out of shared=.")
+    if common := [path for path in paths if ensemble.shared is not None and path in ensemble.shared.paths]:
+        raise ValueError(f"{api}: members share `{dotted(common[0])}`; leave statistics out of shared=.")
     for norm in norms:  # so that a call leaves the statistics of its batch alone
         norm.momentum, norm.use_running_average = 0.0, False
     started = ensemble.__plurax_stack__(model)
@@ -345,8 +345,9 @@ def update_statistics(ensemble: Ensemble[Any], batches: Iterable[Any], *, in_axe
     # No gradient is needed for updates of zero, so the compiled step is a forward pass.
     trainer = Trainer(lambda model, x: (model(x), jnp.zeros(()))[1], optax.set_to_zero(), in_axes=in_axes)
     state, total, means = trainer.init(started), 0, dict[Any, Any]()
-    endless = isinstance(batches, Batches) and batches._epochs is None
-    for batch in islice(batches, batches.per_epoch) if endless else batches:
+    if isinstance(batches, Batches) and batches._epochs is None:
+        batches = islice(batches, batches.per_epoch)
+    for batch in batches:
         x = batch[0] if isinstance(batch, (tuple, list)) else batch
         state, _ = trainer.step(state, (x,))
         count = jax.tree.leaves(x)[0].shape[0 if in_axes is None else 1]

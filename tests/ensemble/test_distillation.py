@@ -146,7 +146,7 @@ def test_targets_of_each_kind_and_in_parts() -> None:
 
 def test_what_is_refused() -> None:
     many, ok = teacher(), {"steps": 1, **OPTIONS}
-    with pytest.raises(TypeError, match="^targets: teacher must be an Ensemble or a Committee"):
+    with pytest.raises(TypeError, match="^distill: teacher must be an Ensemble or a Committee"):
         distill(linear(nnx.Rngs(0)), linear(nnx.Rngs(0)), X, **ok)
     for nothing, error in ((3.0, TypeError), (X[:0], ValueError), ({"a": X, "b": X[:3]}, ValueError)):
         with pytest.raises(error, match="^targets: "):
