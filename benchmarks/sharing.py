@@ -179,7 +179,7 @@ def _numbers(ensemble: Ensemble) -> list[Any]:
 def latency(members: int, sizes: tuple[int, ...], batches: tuple[int, ...], rounds: int) -> Tables:
     """Compare predictions: of each strategy, of members that share, from an exported file, and of one student."""
     make = partial(MLP, sizes)
-    copies = Ensemble.create(make, members, seed=0)
+    copies = Ensemble.create(make, members, seed=0).with_kind("classification")
     shares = Ensemble.create(lambda rngs: batch_ensemble(make(rngs), rngs=rngs), members, seed=0, shared=Base)
     path = Path(tempfile.mkdtemp()) / "copies"
     export(copies, path, jnp.ones((2, sizes[0])), platforms=("cpu",))
@@ -190,10 +190,10 @@ def latency(members: int, sizes: tuple[int, ...], batches: tuple[int, ...], roun
         "unroll": jax.jit(lambda ens, x: jnp.stack([member(x) for member in ens])),
     }
     ways: dict[str, Callable[[Any], Any]] = {
-        "one student, predict": lambda x, one=copies[:1]: one.predict(x).mean,
+        "one student, predict": lambda x, one=copies[:1]: one.predict(x, kind="classification").mean,
         "copies, predict": lambda x: copies.predict(x).mean,
         "copies, exported file": lambda x: served(x)["mean"],
-        "BatchEnsemble, predict": lambda x: shares.predict(x).mean,
+        "BatchEnsemble, predict": lambda x: shares.predict(x, kind="classification").mean,
         **{f"copies, logits, {name}": partial(call, copies) for name, call in of_strategy.items()},
     }
     rows = []

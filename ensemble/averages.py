@@ -1,11 +1,15 @@
 """Averages of weights along a run: means (SWA, exponential), Gaussians around them (SWAG), and snapshots, as ensembles.
 
+`update_statistics` computes the statistics of batch norms for such weights.
+
 `collect` wraps an optimizer, whose state then holds the running means of each member. So they are in checkpoints, an
 interrupted run goes on exactly, and every strategy and mesh works as without them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import islice
 from typing import Any, NamedTuple
 
 import jax
@@ -14,11 +18,15 @@ import optax
 
 from ..transforms._core.arguments import check_count, check_number, describe
 from ..transforms._core.prng import check_key
+from ..transforms._models.split_model import dotted, is_module
 from ..transforms._runs.optimizer import as_transform
 from ._members.ensemble import Ensemble
+from ._members.shared import divided, joined
 from ._step.state import TrainState, check_state
+from ._training._data.batches import Batches
+from ._training.trainer import Trainer
 
-__all__ = ["Collected", "collect", "mean", "sample", "snapshots"]
+__all__ = ["Collected", "collect", "mean", "sample", "snapshots", "update_statistics"]
 
 
 class Collected(NamedTuple):
@@ -152,8 +160,7 @@ def collect(
 def mean(state: TrainState[Any]) -> Ensemble[Any]:
     """Return the members with the mean of the parameters that `collect` has collected.
 
-    Batch norms keep their statistics, which fit the last parameters; call the ensemble in training mode on some batches
-    to estimate them again.
+    Batch norms keep their statistics, which fit the last parameters; `update_statistics` computes them again.
 
     Args:
       state: a state of a trainer whose optimizer `collect` returned.
@@ -270,6 +277,88 @@ def snapshots(state: TrainState[Any]) -> Ensemble[Any]:
 
     rows = jax.jit(jax.vmap(in_order))(found.last, found.number)
     return _with(api, state, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows), kept)
+
+
+def update_statistics(ensemble: Ensemble[Any], batches: Iterable[Any], *, in_axes: int | None = None) -> Ensemble[Any]:
+    """Return a copy whose batch norms have the statistics of some batches, as for the parameters of `mean`.
+
+    The statistics start anew, and become the mean over the batches, weighted by their examples, of the mean and the
+    variance of each batch. Each `nnx.BatchNorm` normalizes by the batch, as in training; dropout is on unless the
+    ensemble is a view with `deterministic=True`. No other array changes.
+
+    Args:
+      ensemble: an ensemble of NNX modules. Without batch statistics it is returned as it is.
+      batches: inputs, a pytree of arrays (batch, ...) each; or tuples, of which the first element is the input. Of
+        `Batches` that never end, one epoch is used.
+      in_axes: None gives all members the same batches; 0 gives member i slice i, of arrays (members, batch, ...).
+
+    Returns:
+      An ensemble of the same members.
+
+    Raises:
+      TypeError: `ensemble` is not an `Ensemble` of NNX modules.
+      ValueError: there are no examples; members share batch statistics; another class than `nnx.BatchNorm` has some;
+        `in_axes` is neither None nor 0; and as for `Trainer.step`.
+
+    Cost:
+      A forward pass of all members for each batch.
+
+    Source:
+      `torch.optim.swa_utils.update_bn`, which weights all batches alike; Izmailov et al. 2018, as for `collect`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from plurax.ensemble import Ensemble, averages
+      >>> ens = Ensemble.create(lambda rngs: nnx.BatchNorm(1, rngs=rngs), 2, seed=0)
+      >>> batches = [jnp.array([[1.0], [3.0]]), jnp.array([[8.0]])]
+      >>> averages.update_statistics(ens, batches)[0].mean[...]  # (2 × 2 + 1 × 8) / 3
+      Array([4.], dtype=float32)
+    """
+    from flax import nnx
+
+    api = "averages.update_statistics"
+    if not isinstance(ensemble, Ensemble):
+        raise TypeError(f"{api}: ensemble must be an Ensemble, but got {describe(ensemble)}.")
+    if in_axes not in (None, 0) or isinstance(in_axes, bool):
+        raise ValueError(f"{api}: in_axes must be None or 0, but got {in_axes!r}.")
+    model: Any = ensemble.__plurax_member__()  # a copy, which may change
+    if not is_module(model):
+        cure = "take steps of a Trainer with optax.set_to_zero(), whose loss calls model.call_and_update"
+        raise TypeError(f"{api}: the members are not NNX modules; for variables of Linen {cure}.")
+    norms = [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.BatchNorm)]
+    known = {id(x) for norm in norms for x in (norm.mean, norm.var)}
+    statistics = nnx.to_flat_state(nnx.state(model, nnx.BatchStat))
+    if not statistics:
+        return ensemble
+    for path, x in statistics:
+        if id(x) not in known:
+            raise ValueError(f"{api}: `{dotted(path)}` belongs to no nnx.BatchNorm, so how it is updated is not known.")
+    paths = [path for path, _ in statistics]
+    if common := [path for path in paths if ensemble.shared is not None and path in ensemble.shared.paths]:
+        raise ValueError(f"{api}: members share `{dotted(common[0])}`; leave statistics out of shared=.")
+    for norm in norms:  # so that a call leaves the statistics of its batch alone
+        norm.momentum, norm.use_running_average = 0.0, False
+    started = ensemble.__plurax_stack__(model)
+    own, before = divided(started.rest, paths)  # which may not be finite, and zero times infinity is no number
+    started = started._with(started.trainable, joined(own, jax.tree.map(jnp.zeros_like, before)), started.shared)
+    # No gradient is needed for updates of zero, so the compiled step is a forward pass.
+    trainer = Trainer(lambda model, x: (model(x), jnp.zeros(()))[1], optax.set_to_zero(), in_axes=in_axes)
+    state, total, means = trainer.init(started), 0, dict[Any, Any]()
+    if isinstance(batches, Batches) and batches._epochs is None:
+        batches = islice(batches, batches.per_epoch)
+    for batch in batches:
+        x = batch[0] if isinstance(batch, (tuple, list)) else batch
+        state, _ = trainer.step(state, (x,))
+        count = jax.tree.leaves(x)[0].shape[0 if in_axes is None else 1]
+        total += count
+        part = count / max(1, total)
+        found = divided(state.ensemble.rest, paths)[1]
+        means = jax.tree.map(lambda mean, x, part=part: mean + part * (x - mean), means, found) if means else found
+    if not total:
+        raise ValueError(f"{api}: batches has no examples; pass at least one batch (an iterator may be used up).")
+    rest = joined(divided(ensemble.rest, paths)[0], means)
+    return ensemble._with(ensemble.trainable, rest, ensemble.shared)
 
 
 def _found(api: str, state: Any) -> Collected:

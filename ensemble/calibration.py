@@ -20,6 +20,7 @@ from ._scoring.validation import (
     check_probabilities,
     check_scored,
     check_shape,
+    first,
     prepared,
     unwrapped,
     with_nans,
@@ -39,7 +40,9 @@ def fit_temperature(logits: ArrayLike, labels: ArrayLike, *, pooled: bool = Fals
     training.
 
     Args:
-      logits: floating point (..., batch, classes), at least 2 classes.
+      logits: floating point (..., batch, classes), at least 2 classes: what a model returns before its softmax. For the
+        single logit of a sigmoid, `jnp.stack([jnp.zeros_like(z), z], axis=-1)`; a probability in its place cannot be
+        told from a logit.
       labels: integer classes (batch,), or several for each example, as for `plurax.ensemble.metrics.accuracy`.
       pooled: False fits one temperature for the predictions of each member. True fits one temperature for all members
         together, (members, batch, classes), so that their mean probability is calibrated.
@@ -52,7 +55,8 @@ def fit_temperature(logits: ArrayLike, labels: ArrayLike, *, pooled: bool = Fals
 
     Raises:
       TypeError: `labels` are not integers, or `logits` are not floating point.
-      ValueError: the shapes do not match; there are fewer than 2 classes; a label that is not traced is out of range.
+      ValueError: the shapes do not match; there are fewer than 2 classes; a label that is not traced is out of range;
+        the logits of a model, unless traced, are probabilities: all lie in 0 to 1, and each row sums to 1 within 1e-3.
 
     Cost:
       A bisection on the logarithm of the temperature: about one gradient for each bit of precision, in one compiled
@@ -73,6 +77,11 @@ def fit_temperature(logits: ArrayLike, labels: ArrayLike, *, pooled: bool = Fals
     if pooled and jnp.ndim(logits) != 3:
         shape = jnp.shape(logits)
         raise ValueError(f"fit_temperature: pooled logits must have shape (members, batch, classes), but got {shape}.")
+    if jnp.size(logits) and (found := first(_are_probabilities, logits)):
+        which = f"logits{list(found[0])}" if found[0] else "logits"
+        wrong = f"{which} has probabilities, since every row lies in 0 to 1 and sums to 1"
+        remedy = "pass what the model returns before its softmax, or jnp.log of the probabilities"
+        raise ValueError(f"fit_temperature: {wrong}; {remedy}.")
     return _temperature(logits, labels, pooled)
 
 
@@ -307,6 +316,16 @@ def _kth(scores: jax.Array, error: float, each: int = 1) -> jax.Array:
     k = math.ceil((count + each) * (1 - error) - 1e-9)
     found = jnp.sort(scores, axis=-1)[..., k - 1] if 0 < k <= count else jnp.inf
     return jnp.where(jnp.isnan(scores).any(axis=-1), jnp.nan, found)
+
+
+@jax.jit
+def _are_probabilities(logits: jax.Array) -> jax.Array:
+    """Return for each model whether all its rows lie in 0 to 1 and sum to 1."""
+    # In bfloat16, rounding changes the sum of a softmax by up to half an ulp of 1.
+    tolerance = max(1e-3, float(jnp.finfo(logits.dtype).eps) / 2)
+    wide = at_least_float32(logits)
+    within = ((wide >= 0) & (wide <= 1)).all(axis=-1)
+    return (within & (jnp.abs(wide.sum(axis=-1) - 1) <= tolerance)).all(axis=-1)
 
 
 def _checked_error(name: str, error: Any) -> float:

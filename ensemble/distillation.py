@@ -13,10 +13,11 @@ import optax
 from jax.scipy.special import digamma, entr, gammaln
 
 from ..transforms._core.arguments import check_choice, check_count, check_number, describe
-from ..transforms._core.prediction import Kind, Prediction, at_least_float32, entropy_of, mean_of
+from ..transforms._core.prediction import Kind, Prediction, assumed_kind, at_least_float32, entropy_of, mean_of
 from ..transforms._models.split_model import is_model
 from ..transforms._runs.data import examples
 from ._members.ensemble import Ensemble
+from ._members.prediction import kind_for
 from ._sharing.committee import Committee
 from ._training._data.batches import Batches
 from ._training.trainer import Trainer
@@ -54,7 +55,7 @@ def targets(
     teacher: Ensemble[Any] | Committee,
     x: Any,
     *,
-    kind: Kind = "classification",
+    kind: Kind | None = None,
     temperature: float = 1.0,
     batch_size: int = 1024,
 ) -> Targets:
@@ -83,12 +84,12 @@ def targets(
       >>> from flax import nnx
       >>> from plurax.ensemble import Ensemble, distillation
       >>> teacher = Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 5, seed=0)
-      >>> distillation.targets(teacher, jnp.ones((2, 4))).mean.shape
+      >>> distillation.targets(teacher, jnp.ones((2, 4)), kind="classification").mean.shape
       (2, 3)
     """
     if not isinstance(teacher, (Ensemble, Committee)):
         raise TypeError(f"targets: teacher must be an Ensemble or a Committee, but got {describe(teacher)}.")
-    check_choice("targets", "kind", kind, get_args(Kind))
+    kind = kind_for("targets", teacher, kind)
     check_count("targets", "batch_size", batch_size)
     heat = check_number("targets", "temperature", temperature, lambda t: 0 < t < float("inf"), "positive and finite")
     options: dict[str, Any] = {} if kind == "regression" else {"temperature": heat}
@@ -108,11 +109,12 @@ def targets(
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
 
 
-def loss(kind: Kind = "classification", *, head: Head = "mean", temperature: float = 1.0) -> Any:
+def loss(kind: Kind | None = None, *, head: Head = "mean", temperature: float = 1.0) -> Any:
     """Return a loss for `Trainer` that compares a student with the targets of a teacher.
 
     Args:
-      kind: as for `Ensemble.predict`. For "regression" the student returns values, which are compared by the squared
+      kind: as for `Ensemble.predict`, but a loss can be told nothing else, so that None is "classification", with a
+        warning unless the head says so. For "regression" the student returns values, which are compared by the squared
         error, or a pair of means and variances, whose Gaussian likelihood of the teacher's members is maximized.
       head: for classification, "mean": the student's softmax is compared with the mean probabilities; "dirichlet": its
         logits are the logarithms of a Dirichlet distribution's parameters, whose likelihood of the members'
@@ -137,11 +139,13 @@ def loss(kind: Kind = "classification", *, head: Head = "mean", temperature: flo
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble import distillation
       >>> certain = distillation.Targets(jnp.array([[0.0, 1.0]]), jnp.array([[-9.0, 0.0]]))
-      >>> distillation.loss()(lambda x: x, jnp.array([[3.0, 3.0]]), certain).round(3)  # log 2
+      >>> distillation.loss("classification")(lambda x: x, jnp.array([[3.0, 3.0]]), certain).round(3)  # log 2
       Array(0.693, dtype=float32)
     """
-    check_choice("loss", "kind", kind, get_args(Kind))
     check_choice("loss", "head", head, get_args(Head))
+    if kind is None:
+        kind = "classification" if head == "dirichlet" else assumed_kind("loss")
+    check_choice("loss", "kind", kind, get_args(Kind))
     heat = check_number("loss", "temperature", temperature, lambda t: 0 < t < float("inf"), "positive and finite")
     if head == "dirichlet" and kind != "classification":
         raise ValueError(f"loss: head='dirichlet' is for kind='classification', but kind is {kind!r}.")
@@ -169,7 +173,7 @@ def distill(
     *,
     steps: int,
     key: jax.Array,
-    kind: Kind = "classification",
+    kind: Kind | None = None,
     head: Head = "mean",
     temperature: float = 1.0,
     optimizer: Any = None,
@@ -185,7 +189,7 @@ def distill(
         needed, so these may be more than the teacher was trained on.
       steps: the number of training steps.
       key: a random key for the order of the examples.
-      kind: as for `loss`.
+      kind: as for `Ensemble.predict`; None takes what the teacher was told. A Dirichlet head says "classification".
       head: as for `loss`.
       temperature: as for `targets` and `loss`.
       optimizer: an optax transformation; None for `optax.adam(1e-3)`.
@@ -193,8 +197,8 @@ def distill(
       progress: whether to show a bar.
 
     Returns:
-      The trained student, of the type of `student`. A model with a Dirichlet head is read with `dirichlet`; one that
-      returns means and variances, or logits, with `Ensemble.stack([student]).predict`.
+      The trained student, of the type of `student`; an ensemble is told the kind. A model with a Dirichlet head is read
+      with `dirichlet`; one that returns means and variances, or logits, with `Ensemble.stack([student]).predict`.
 
     Raises:
       TypeError, ValueError: as for `targets`, `loss`, `Batches` and `Trainer`; the student is not a model.
@@ -210,7 +214,7 @@ def distill(
       >>> import jax, jax.numpy as jnp, optax
       >>> from flax import nnx
       >>> from plurax.ensemble import Ensemble, distill
-      >>> teacher = Ensemble.create(lambda rngs: nnx.Linear(1, 2, rngs=rngs), 5, seed=0)
+      >>> teacher = Ensemble.create(lambda rngs: nnx.Linear(1, 2, rngs=rngs), 5, seed=0).with_kind("classification")
       >>> x = jnp.linspace(-1, 1, 20)[:, None]
       >>> options = {"steps": 200, "key": jax.random.key(0), "optimizer": optax.adam(0.05), "progress": False}
       >>> student = distill(teacher, nnx.Linear(1, 2, rngs=nnx.Rngs(9)), x, batch_size=20, **options)
@@ -219,9 +223,14 @@ def distill(
     """
     if not isinstance(student, Ensemble) and not is_model(student):
         raise TypeError(f"distill: student must be a model or an Ensemble, but got {describe(student)}.")
+    if not isinstance(teacher, (Ensemble, Committee)):
+        raise TypeError(f"distill: teacher must be an Ensemble or a Committee, but got {describe(teacher)}.")
+    if kind is None and teacher.kind is None and head == "dirichlet":
+        kind = "classification"
+    kind = kind_for("distill", teacher, kind)
     compare = loss(kind, head=head, temperature=temperature)
     given = targets(teacher, x, kind=kind, temperature=temperature)
-    students = student if isinstance(student, Ensemble) else Ensemble.stack([student])
+    students = (student if isinstance(student, Ensemble) else Ensemble.stack([student])).with_kind(kind)
     batches = Batches((x, given), min(batch_size, len(given.mean)), key=key)
     trainer = Trainer(compare, optax.adam(1e-3) if optimizer is None else optimizer)
     trained = trainer.fit(trainer.init(students), batches, steps=steps, progress=progress)[0].ensemble

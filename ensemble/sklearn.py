@@ -144,7 +144,10 @@ class _Estimator(BaseEstimator):
         self.n_iter_ = self.epochs
 
     def _created(self) -> Ensemble[Any]:
-        """Return the ensemble before training."""
+        """Return the ensemble before training, told what its outputs mean."""
+        return self._create().with_kind(self._kind)
+
+    def _create(self) -> Ensemble[Any]:
         name, count, gaussian = type(self).__name__, self.n_features_in_, self._kind == "regression"
         if callable(self.model):
             make = self.model
@@ -171,7 +174,7 @@ class _Estimator(BaseEstimator):
         x = self._scaled(validate_data(self, x, reset=False))
         count = len(x)
         x = np.concatenate([x, np.repeat(x[-1:], -count % _ROWS, axis=0)])
-        parts = [self.ensemble_.predict(x[i : i + _ROWS], kind=self._kind) for i in range(0, len(x), _ROWS)]
+        parts = [self.ensemble_.predict(x[i : i + _ROWS]) for i in range(0, len(x), _ROWS)]
         mean, variance = (
             np.concatenate([np.asarray(getattr(part, name), np.float64) for part in parts])[:count]
             for name in ("mean", "variance")

@@ -167,7 +167,7 @@ def main() -> None:
 
     train, valid, tests = split_digits()
     rates = np.geomspace(1e-3, 1e-2, options.members)
-    ensemble = Ensemble.create(LeNet, options.members, seed=options.seed)
+    ensemble = Ensemble.create(LeNet, options.members, seed=options.seed).with_kind("classification")
     console.print(f"{ensemble}, {len(train.labels)} training images")
     trainer = Trainer(loss, optax.adam, hyperparams={"learning_rate": rates}, strategy=options.strategy)
     state, _ = trainer.fit(trainer.init(ensemble), batches(train, options.seed), steps=options.steps)

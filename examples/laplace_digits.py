@@ -65,7 +65,7 @@ def posterior_members(members: Any, x: jax.Array, y: jax.Array, inputs: jax.Arra
 
     def of_member(p: Any, key: jax.Array) -> jax.Array:
         of = laplace(model, loss, p, (x, y), prior_precision=prior)
-        return of.predict(inputs, samples=50, key=key).members
+        return of.predict(inputs, kind="classification", samples=50, key=key).members
 
     size = len(jax.tree.leaves(members)[0])
     return jax.vmap(of_member)(members, jax.random.split(jax.random.key(5), size))

@@ -90,7 +90,7 @@ def read(members: int, out: Path) -> None:
     ensemble = load(path, jax.eval_shape(lambda: Ensemble.create(MLP, members, seed=0)))
     images, labels = digits()
     images, labels = images[1440:], labels[1440:]
-    prediction = ensemble.predict(images)
+    prediction = ensemble.predict(images, kind="classification")
     alone = load_member(path, members - 1, MLP(nnx.Rngs(0)))
     np.testing.assert_allclose(alone(images), ensemble(images)[-1], rtol=1e-5, atol=1e-5)
     each = metrics.accuracy(prediction.members, labels)

@@ -152,7 +152,8 @@ def exported_digits(folder: Path) -> tuple[Path, np.ndarray, np.ndarray]:
     batches = Batches((x[:1400], y[:1400]), 64, key=jax.random.key(0))
     state, _ = trainer.fit(trainer.init(Ensemble.create(make, 8, seed=0)), batches, steps=300, progress=False)
     file = folder / "digits.plurax"
-    export(state.ensemble, file, x[:1], outputs=("mean", "mutual_information"), platforms=("cpu",))
+    outputs = "mean", "mutual_information"
+    export(state.ensemble, file, x[:1], kind="classification", outputs=outputs, platforms=("cpu",))
     return file, x[1400:], y[1400:]
 
 

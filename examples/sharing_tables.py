@@ -116,7 +116,7 @@ def ways(data: Data, members: int) -> dict[str, Callable[[int], Ensemble]]:
 def scores(ensemble: Ensemble, x: np.ndarray, y: np.ndarray, classes: int | None) -> tuple[float, float]:
     """Return accuracy and negative log-likelihood; for regression the root mean squared error first."""
     if classes is not None:
-        p = ensemble.predict(x).mean
+        p = ensemble.predict(x, kind="classification").mean
         return float(metrics.accuracy(p, y)), float(metrics.nll(p, y))
     found = ensemble.predict(x, kind="regression")
     rmse = jnp.sqrt(jnp.square(found.mean - y).mean())

@@ -67,7 +67,7 @@ def main() -> None:
     size = len(hyperparams["learning_rate"])
     # Use the same keys for every rate.
     seeds = jax.numpy.tile(jax.random.split(jax.random.key(0), options.seeds), options.rates)
-    ensemble = Ensemble.create(Network, size, seed=seeds)
+    ensemble = Ensemble.create(Network, size, seed=seeds).with_kind("classification")
     console.print(f"{ensemble}: {options.rates} rates × {options.seeds} seeds")
 
     trainer = Trainer(loss, optax.adam, hyperparams=hyperparams, strategy="vmap")

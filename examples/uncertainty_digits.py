@@ -75,7 +75,7 @@ def main() -> None:
     rest, x_test, y_rest, y_test = train_test_split(images, labels, test_size=400, stratify=labels, random_state=0)
     x, x_valid, y, y_valid = train_test_split(rest, y_rest, test_size=300, stratify=y_rest, random_state=0)
 
-    ensemble = Ensemble.create(Network, options.members, seed=0)
+    ensemble = Ensemble.create(Network, options.members, seed=0).with_kind("classification")
     batches = Batches((x, y), 64, key=jax.random.key(1), members=options.members, draw="bootstrap")
     trainer = Trainer(loss, optax.adam(3e-3), in_axes=0)
     stopping = EarlyStopping(

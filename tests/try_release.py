@@ -43,7 +43,7 @@ assert 0 < dp.epsilon(state) < 10""",
     },
     "export": {
         "load_exported": "from plurax.ensemble import Ensemble, export, load_exported; "
-        "export(Ensemble.stack([model]), folder + '/exported', jnp.ones((1, 2))); "
+        "export(Ensemble.stack([model]), folder + '/exported', jnp.ones((1, 2)), kind='classification'); "
         "assert load_exported(folder + '/exported')(jnp.ones((5, 2)))['mean'].shape == (5, 3)",
     },
     "ray": {

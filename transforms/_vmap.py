@@ -142,6 +142,9 @@ def vmap_of(
     split_rngs: Any = False,
 ) -> Callable[..., Any]:
     """Map `fun` as `vmap` does, on behalf of the transform that `api` names in errors."""
+    if isinstance(fun, Sequence) and fun and all(map(is_model, fun)):
+        cure = "pass plurax.ensemble.Ensemble.stack([*models]), with in_axes=None if all get the same input"
+        raise TypeError(f"{api}: fun is a {type(fun).__name__} of {len(fun)} models; to map over models, {cure}.")
     check_callable(api, fun)
     in_axes = check_in_axes(api, in_axes)
     out_axes = check_axes(api, "out_axes", out_axes)

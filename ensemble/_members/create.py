@@ -16,12 +16,12 @@ from ...transforms._core.arguments import check_callable, check_count, describe,
 from ...transforms._core.compat import Tracer
 from ...transforms._core.prng import is_key
 from ...transforms._models.equinox import is_equinox
-from ...transforms._models.split_model import SplitModel, Structure, is_model, split
+from ...transforms._models.split_model import SplitModel, Structure, is_model, is_module, split
 from ...transforms._models.stacking import check_leaves, split_alike, stack, stack_models, strong
 from .sharding import ENSEMBLE, Layout, constrain, uncommitted
 from .shared import SharedArrays, check_equal, separate, shared_paths
 
-_REMEDY = "build all members with one configuration", "define it once, at module level, or use Ensemble.create"
+_REMEDY = "build all members with one configuration"
 
 _OTHERS = "for models of Linen or Equinox, and for functions, use Ensemble.from_apply(apply, variables)"
 
@@ -32,12 +32,14 @@ Created = tuple[Structure, Any, Any, SharedArrays | None]
 
 def stack_members(api: str, members: Sequence[Any], filter: Any = None) -> Created:
     """Return the parts of an ensemble of these members; raise if they differ."""
+    # Where only the identity of an object differs. `Ensemble.create`, which makes it once, is for NNX modules.
+    same = f"define it once, at module level{', or use Ensemble.create' if is_module(members[0]) else ''}"
     if filter is None:
-        parts = stack_models(api, "member", _REMEDY, members)
+        parts = stack_models(api, "member", (_REMEDY, same), members)
         _check_any_arrays(api, parts)
         return parts.structure, parts.trainable, parts.rest, None
     paths = shared_paths(api, members[0], filter)
-    each = split_alike(api, "member", _REMEDY, members, paths)
+    each = split_alike(api, "member", (_REMEDY, same), members, paths)
     own, shared = zip(*(separate(part, paths) for part in each), strict=True)
     check_equal(api, shared)
     return each[0].structure, *strong(stack(own)), strong(shared[0])

@@ -23,11 +23,12 @@ from .create import create_members, stack_members
 from .functional_model import FunctionalModel, Rule
 from .modes import viewed
 from .ndims import Ndims
-from .prediction import check_temperature, classify, regress
+from .prediction import check_temperature, classify, kind_for, regress
 from .rows import member_index, select_rows
 from .sharding import Layout, one_copy, within
 from .shared import SharedArrays, separate, with_shared
 from .stacked_structure import StackedStructure
+from .told import Told, untold
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -217,7 +218,7 @@ class Ensemble(Generic[M]):
         self,
         x: Any,
         *,
-        kind: Kind = "classification",
+        kind: Kind | None = None,
         in_axes: Axes = None,
         temperature: ArrayLike | None = None,
         **kwargs: Any,
@@ -231,7 +232,8 @@ class Ensemble(Generic[M]):
           x: inputs, shape (batch, ...).
           kind: the meaning of the members' outputs. `"classification"`: logits (batch, ..., classes), such as one
             class per pixel; `"binary"`: logits of any shape (batch, ...), each of a yes-or-no label of its own, whose
-            probability is the sigmoid; `"regression"`: values (batch, ...), or a pair of means and variances.
+            probability is the sigmoid; `"regression"`: values (batch, ...), or a pair of means and variances. None is
+            what `with_kind` told the ensemble; without that, `"classification"`, with one warning for each ensemble.
           in_axes: as in a call: None gives every member the same `x`; 0 gives member i slice i of it.
           temperature: divides the logits: a positive number for all members, or one for each, (size,), as
             `plurax.ensemble.calibration.fit_temperature` returns them.
@@ -249,10 +251,39 @@ class Ensemble(Generic[M]):
         Source:
           Lakshminarayanan et al. 2017, "Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles".
         """
-        check_choice("Ensemble.predict", "kind", kind, get_args(Kind))
+        kind = kind_for("Ensemble.predict", self, kind)
         check_temperature(temperature, kind, len(self))
         outputs = self._evaluating()(x, in_axes=in_axes, **kwargs)
         return regress(outputs) if kind == "regression" else classify(outputs, kind, temperature)
+
+    def with_kind(self, kind: Kind) -> Ensemble[M]:
+        """Return the ensemble, told once what the outputs of its members mean; training and selections keep it.
+
+        Args:
+          kind: as for `predict`, whose default it becomes, and that of `export` and of distillation.
+
+        Returns:
+          An ensemble with the same arrays. As a pytree it has another structure than one that was told nothing.
+
+        Raises:
+          ValueError: `kind` is unknown.
+
+        Examples:
+          >>> import jax.numpy as jnp
+          >>> from flax import nnx
+          >>> from plurax.ensemble import Ensemble
+          >>> ens = Ensemble.create(lambda rngs: nnx.Linear(4, 2, rngs=rngs), 5, seed=0).with_kind("regression")
+          >>> ens.predict(jnp.ones((3, 4))).mean.shape
+          (3, 2)
+        """
+        check_choice("Ensemble.with_kind", "kind", kind, get_args(Kind))
+        static = Told(untold(self.structure), kind), self._ndims
+        return _unflatten(static, (self.trainable, self.rest, self.shared))
+
+    @property
+    def kind(self) -> Kind | None:
+        """What the outputs of the members mean, as `with_kind` was told; None if nothing was."""
+        return self.structure.kind if isinstance(self.structure, Told) else None
 
     def view(self, **attributes: Any) -> Ensemble[M]:
         """Return an ensemble with other values of static attributes of the members, as `nnx.view`.
@@ -367,10 +398,11 @@ class Ensemble(Generic[M]):
     def __plurax_stack__(self, model: Any) -> Ensemble[M]:
         """Return `model` as an ensemble, inside a vmap as well as outside."""
         parts = split(model)
-        stacked: Ensemble[M] = Ensemble(parts.structure, parts.trainable, parts.rest)
+        structure = parts.structure if self.kind is None else Told(parts.structure, self.kind)
+        stacked: Ensemble[M] = Ensemble(structure, parts.trainable, parts.rest)
         if self.shared is not None and self._is_intact():  # inside a vmap, each member may return another value
             own, shared = separate(parts, self.shared.paths)
-            return Ensemble(parts.structure, *own, shared)
+            return Ensemble(structure, *own, shared)
         # Inside a vmap the arrays of `self` and of `model` lack axis 0, so both have one axis fewer than the result
         # has outside. The difference is the same for all arrays.
         mapped = self._ndims.of[0] - self._current_ndims().of[0]

@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...transforms._core.arguments import describe
-from ...transforms._core.prediction import Prediction, at_least_float32, mean_of, of_probabilities, variance_of
+from ...transforms._core.arguments import check_choice, describe
+from ...transforms._core.prediction import (
+    Kind,
+    Prediction,
+    assumed_kind,
+    at_least_float32,
+    mean_of,
+    of_probabilities,
+    variance_of,
+)
 from .._scoring.validation import check_probabilities, check_variances, first, unwrapped
 from .rows import by_row
+
+
+class Teller(Protocol):
+    """What may have been told the kind of its outputs: an ensemble or a committee."""
+
+    @property
+    def kind(self) -> Kind | None: ...
+
+
+def kind_for(api: str, model: Teller, kind: Kind | None) -> Kind:
+    """Return the kind of a prediction: as passed, or as the model was told; otherwise warn, once for each model."""
+    if kind is not None:
+        check_choice(api, "kind", kind, get_args(Kind))
+        return kind
+    if model.kind is not None:
+        return model.kind
+    if "_assumed" not in vars(model):
+        whole = type(model).__name__.lower()
+        vars(model)["_assumed"] = assumed_kind(api, f", or tell the {whole} once: {whole}.with_kind('regression')")
+    return vars(model)["_assumed"]
 
 
 def check_temperature(temperature: Any, kind: str, size: int) -> None:

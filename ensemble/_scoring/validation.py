@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from ...transforms._core.arguments import describe
 from ...transforms._core.compat import Tracer
-from ...transforms._core.prediction import at_least_float32
+from ...transforms._core.prediction import Prediction, at_least_float32
 
 
 def prepared(p: jax.Array, labels: jax.Array, bounded: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -113,7 +113,7 @@ def check_probabilities(
     """Return probabilities or logits as an array of at least `least_ndim` axes; raise if they are not."""
     probabilities = unwrapped(probabilities)
     if not hasattr(probabilities, "dtype") or not jnp.issubdtype(probabilities.dtype, jnp.floating):
-        got, remedy = say(probabilities), _REMEDIES[what][0]
+        got, remedy = say(probabilities), _of_prediction(probabilities, expected, what) or _REMEDIES[what][0]
         raise TypeError(f"{name}: {what} must be a floating-point array, but got {got}; {remedy}.")
     shape = jnp.shape(probabilities)
     if len(shape) < least_ndim:
@@ -125,6 +125,21 @@ def check_probabilities(
         wrong = f"probabilities{list(found[0])} is {found[1]}"
         raise ValueError(f"{name}: probabilities must be in 0 to 1, but {wrong}; apply jax.nn.softmax to logits.")
     return probabilities
+
+
+def _of_prediction(x: Any, expected: str, what: str) -> str | None:
+    """Return the remedy if an argument is a `Prediction`, whose arrays were meant; None for anything else."""
+    if not isinstance(x, Prediction):
+        return None
+    if what == "logits":
+        return "pass the outputs of the ensemble, ensemble(x), since a prediction has no logits"
+    if "members" in expected:
+        return "pass its .members"
+    if what in ("mean", "variance"):
+        return f"pass its .{what}"
+    if what in ("probabilities", "predictions"):
+        return "pass its .mean, or its .members for a result for each member"
+    return "pass one of its arrays"
 
 
 def say(x: Any) -> str:
@@ -158,7 +173,9 @@ def check_numbers(name: str, what: str, x: Any, expected: str, *, positive: bool
     x = unwrapped(x)
     kinds = (jnp.floating, jnp.integer, jnp.bool_) if flags else (jnp.floating, jnp.integer)
     if not hasattr(x, "dtype") or not any(jnp.issubdtype(x.dtype, kind) for kind in kinds):
-        raise TypeError(f"{name}: {what} must be an array of real numbers, but got {say(x)}.")
+        remedy = _of_prediction(x, expected, what)
+        cure = f"; {remedy}" if remedy else ""
+        raise TypeError(f"{name}: {what} must be an array of real numbers, but got {say(x)}{cure}.")
     if not jnp.ndim(x) or 0 in jnp.shape(x)[:1] or 0 in jnp.shape(x)[-1:]:
         raise ValueError(f"{name}: {what} must have shape {expected} and not be empty, but got {jnp.shape(x)}.")
     if positive and (found := first(lambda x: x <= 0, x)):

@@ -9,19 +9,19 @@ import uuid
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ...transforms._core.arguments import check_choice, describe
+from ...transforms._core.arguments import describe
 from ...transforms._core.prediction import Kind, Prediction
 from ...transforms._models.split_model import is_model
 from ...transforms._runs.atomic_write import replace_directory
 from .._members.ensemble import Ensemble
-from .._members.prediction import check_temperature, classify, regress
+from .._members.prediction import check_temperature, classify, kind_for, regress
 from .._members.rows import member_index
 from .._training.checkpoint import load, save
 
@@ -44,7 +44,8 @@ class Committee:
 
     Raises:
       TypeError: `groups` is not a list of ensembles and models; the weights are not real numbers.
-      ValueError: there are no groups; the weights have another shape, are negative, not finite or all zero.
+      ValueError: there are no groups, or they were told different kinds of outputs; the weights have another shape, are
+        negative, not finite or all zero.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -55,7 +56,7 @@ class Committee:
       >>> committee = Committee([small, other])
       >>> committee
       Committee of 6 members: 5 × Linear, 1 × Sequential
-      >>> committee.predict(jnp.ones((2, 4))).mean.shape
+      >>> committee.predict(jnp.ones((2, 4)), kind="classification").mean.shape
       (2, 3)
     """
 
@@ -69,6 +70,11 @@ class Committee:
                 found = f"group {i} is {type(group).__name__}, neither an Ensemble nor a model"
                 raise TypeError(f"Committee: {found}; for functions use Ensemble.from_apply(apply, [variables]).")
         self.groups = [group if isinstance(group, Ensemble) else Ensemble.stack([group]) for group in groups]
+        told: dict[Kind, int] = {group.kind: i for i, group in enumerate(self.groups) if group.kind is not None}
+        if len(told) > 1:
+            (one, i), (other, j), *_ = told.items()
+            found = f"group {i} was told kind={one!r}, but group {j} kind={other!r}"
+            raise ValueError(f"Committee: {found}; tell both the same, by with_kind.")
         self.weights = None if weights is None else _checked(weights, len(self))
 
     def __len__(self) -> int:
@@ -101,12 +107,12 @@ class Committee:
         """
         return together([group(x) for group in self.groups])
 
-    def predict(self, x: Any, *, kind: Kind = "classification", temperature: ArrayLike | None = None) -> Prediction:
+    def predict(self, x: Any, *, kind: Kind | None = None, temperature: ArrayLike | None = None) -> Prediction:
         """Predict with all members in evaluation mode; return the weighted mean and measures of uncertainty.
 
         Args:
           x: inputs, shape (batch, ...).
-          kind: as for `Ensemble.predict`.
+          kind: as for `Ensemble.predict`; None takes what any of the groups was told.
           temperature: as for `Ensemble.predict`, one for each of all members.
 
         Returns:
@@ -115,10 +121,19 @@ class Committee:
         Raises:
           TypeError, ValueError: as for `Ensemble.predict`, and as for a call.
         """
-        check_choice("Committee.predict", "kind", kind, get_args(Kind))
+        kind = kind_for("Committee.predict", self, kind)
         check_temperature(temperature, kind, len(self))
         outputs = together([group._evaluating()(x) for group in self.groups])
         return predicted_from(outputs, kind, temperature, self.weights)
+
+    def with_kind(self, kind: Kind) -> Committee:
+        """Return the committee, told once what the outputs of all members mean, as `Ensemble.with_kind`."""
+        return Committee([group.with_kind(kind) for group in self.groups], self.weights)
+
+    @property
+    def kind(self) -> Kind | None:
+        """What the outputs mean, as one of the groups or the committee was told; None if none was."""
+        return next((group.kind for group in self.groups if group.kind is not None), None)
 
     def weighted(self, weights: ArrayLike | Sequence[float] | None) -> Committee:
         """Return a committee of the same members with other weights, such as how often `greedy_selection` chose each.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,13 +13,13 @@ from jax import export as jax_export
 from jax import lax
 from jax.typing import ArrayLike
 
-from ...transforms._core.arguments import check_choice, describe
+from ...transforms._core.arguments import describe
 from ...transforms._core.prediction import Kind, Prediction
 from ...transforms._core.prng import is_key
 from ...transforms._core.version import __version__
 from ...transforms.program._aot.exported import check_library, write_exported
 from .._members.ensemble import Ensemble
-from .._members.prediction import check_temperature
+from .._members.prediction import check_temperature, kind_for
 from .._members.sharding import everywhere
 from .committee import Committee, predicted_from, together
 
@@ -30,7 +30,7 @@ def export(
     example: Any,
     *,
     outputs: Sequence[str] = ("mean", "entropy"),
-    kind: Kind = "classification",
+    kind: Kind | None = None,
     temperature: ArrayLike | None = None,
     platforms: Sequence[str] = ("cpu", "cuda", "tpu"),
 ) -> None:
@@ -63,7 +63,7 @@ def export(
       >>> import jax.numpy as jnp
       >>> from flax import nnx
       >>> from plurax.ensemble import Ensemble, export, load_exported
-      >>> ens = Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 5, seed=0)
+      >>> ens = Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 5, seed=0).with_kind("classification")
       >>> with tempfile.TemporaryDirectory() as directory:
       ...     export(ens, f"{directory}/model.plurax", jnp.ones((1, 4)), platforms=("cpu",))
       ...     found = load_exported(f"{directory}/model.plurax")(jnp.ones((2, 4)))
@@ -72,7 +72,7 @@ def export(
     """
     if not isinstance(model, (Ensemble, Committee)):
         raise TypeError(f"export: model must be an Ensemble or a Committee, but got {describe(model)}.")
-    check_choice("export", "kind", kind, get_args(Kind))
+    kind = kind_for("export", model, kind)
     check_library("export")
     absent = () if kind != "regression" else ("entropy", "mutual_information")
     for name in outputs:

@@ -16,6 +16,7 @@ from ...transforms._models.split_model import SplitModel, Structure, named_array
 from ...transforms._models.split_model import split as split_model
 from .._members.sharding import DATA, own_keys
 from .._members.shared import SharedArrays, divided, separate, with_shared
+from .._members.told import untold
 from .loss import MemberLoss
 from .member_status import Stop, finite
 from .optimizer import MemberOptimizer
@@ -188,7 +189,7 @@ def _left(
     `drawn` are the other arrays that the model had: `rest`, in which a split batch has keys of its own.
     """
     after = split_model(model)
-    _check_left(SplitModel(structure, *with_shared(trainable, rest, shared)), after)
+    _check_left(SplitModel(untold(structure), *with_shared(trainable, rest, shared)), after)
     own = after.trainable, after.rest
     if shared is not None:
         own, left = separate(after, shared.paths)

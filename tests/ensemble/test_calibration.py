@@ -86,6 +86,28 @@ class Test_temperature:
         assert 0 < float(sure) < 0.2
         assert float(fit_temperature(jnp.zeros((4, 3)), jnp.array([0, 1, 2, 0]))) == 1
 
+    @pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16, np.float32])
+    def test_refuses_probabilities(self, dtype):
+        logits, labels = data()
+        p = jax.nn.softmax(logits).astype(dtype)
+        with pytest.raises(ValueError, match=r"logits has probabilities, .*; pass what the model returns before"):
+            fit_temperature(p[1], labels)
+        with pytest.raises(ValueError, match=r"logits\[0\] has prob"):
+            fit_temperature(p, labels, pooled=True)
+        with pytest.raises(ValueError, match=r"logits\[2\] has prob"):
+            fit_temperature(jnp.where(jnp.arange(4)[:, None, None] == 2, p, logits.astype(dtype)), labels)
+        with pytest.raises(ValueError, match="has prob"):  # for each pixel
+            fit_temperature(p[0].reshape(100, 3, 5), labels.reshape(100, 3))
+        assert np.isfinite(jax.jit(fit_temperature)(p[1], labels))  # traced values cannot be told
+        assert np.isnan(fit_temperature(p[1, :0], labels[:0]))
+        found = fit_temperature(jnp.log(p[1].astype(np.float32)), labels)  # the remedy
+        assert float(found) == pytest.approx(float(fit_temperature(logits[1], labels)), rel=0.02)
+
+    def test_one_row_that_is_no_distribution_makes_logits(self):
+        p, labels = jax.nn.softmax(data()[0][1]), data()[1]
+        for row in ([0.5, 0.5, 0.1, 0, 0], [1.5, -0.5, 0, 0, 0], [-0.2, 0.2, 0.5, 0.25, 0.25]):
+            assert np.isfinite(fit_temperature(p.at[7].set(jnp.array(row)), labels))
+
     def test_refusals(self):
         logits, labels = data()
         with pytest.raises(ValueError, match=r"pooled logits must have shape \(members, batch, classes\), but got"):

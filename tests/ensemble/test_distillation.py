@@ -26,7 +26,9 @@ def linear(rngs: nnx.Rngs) -> Any:
 def teacher(scale: float = 1.0) -> Ensemble[Any]:
     """Return five linear classifiers that differ by noise of a scale."""
     base, noise = RNG.normal(size=(3, 4)), RNG.normal(size=(5, 3, 4))
-    return Ensemble.from_apply(lambda w, x: x @ w, [jnp.asarray(base + scale * n, jnp.float32) for n in noise])
+    return Ensemble.from_apply(
+        lambda w, x: x @ w, [jnp.asarray(base + scale * n, jnp.float32) for n in noise]
+    ).with_kind("classification")
 
 
 class Classifier(nnx.Module):
@@ -116,7 +118,7 @@ def test_the_losses_are_those_of_the_densities() -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-10)
         q = RNG.dirichlet(np.ones(4))
         given = distillation.Targets(jnp.asarray(p[:1]), jnp.zeros((1, 4)))
-        found = distillation.loss(temperature=2.0)(lambda x: x, 2 * jnp.log(q)[None], given)
+        found = distillation.loss("classification", temperature=2.0)(lambda x: x, 2 * jnp.log(q)[None], given)
         np.testing.assert_allclose(found, 4 * scipy.stats.entropy(p[0], q), rtol=1e-10)
 
 
@@ -144,7 +146,7 @@ def test_targets_of_each_kind_and_in_parts() -> None:
 
 def test_what_is_refused() -> None:
     many, ok = teacher(), {"steps": 1, **OPTIONS}
-    with pytest.raises(TypeError, match="^targets: teacher must be an Ensemble or a Committee"):
+    with pytest.raises(TypeError, match="^distill: teacher must be an Ensemble or a Committee"):
         distill(linear(nnx.Rngs(0)), linear(nnx.Rngs(0)), X, **ok)
     for nothing, error in ((3.0, TypeError), (X[:0], ValueError), ({"a": X, "b": X[:3]}, ValueError)):
         with pytest.raises(error, match="^targets: "):
@@ -158,7 +160,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="^loss: temperature divides logits"):
         distillation.loss("regression", temperature=2.0)
     with pytest.raises(ValueError, match="^loss: temperature must be positive and finite"):
-        distillation.loss(temperature=0.0)
+        distillation.loss("classification", temperature=0.0)
     with pytest.raises(TypeError, match="^dirichlet: the outputs must be floating-point"):
         distillation.dirichlet(jnp.ones(3, int))
     with pytest.raises(ValueError, match="^dirichlet: the outputs must have a last axis of classes"):

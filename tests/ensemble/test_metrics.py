@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import accuracy_score, brier_score_loss, log_loss
 
 from plurax.ensemble import Ensemble, metrics
+from plurax.ensemble.calibration import conformal_threshold, fit_temperature
 
 SCORES = (metrics.accuracy, metrics.nll, metrics.brier, metrics.ece, metrics.adaptive_ece)
 OF_PROBABILITIES = SCORES[1:]
@@ -328,3 +329,36 @@ def test_rounding_above_one_is_not_a_logit(score):
 def test_accuracy_of_logits_is_that_of_their_probabilities(labels):
     logits = 5 * jax.random.normal(jax.random.key(2), (3, 40, 5))
     np.testing.assert_array_equal(metrics.accuracy(logits, labels), metrics.accuracy(jax.nn.softmax(logits), labels))
+
+
+@pytest.mark.parametrize(
+    ("call", "remedy"),
+    [
+        (lambda p, y: metrics.nll(p, y), "mean"),
+        (lambda p, y: metrics.accuracy(p, y), "mean"),
+        (lambda p, y: metrics.brier(p, y), "members"),
+        (lambda p, y: metrics.entropy(p), "mean"),
+        (lambda p, y: metrics.mutual_information(p), "members"),
+        (lambda p, y: metrics.gaussian_nll(p, jnp.ones((4, 3)), jnp.zeros(3)), "mean"),
+        (lambda p, y: metrics.gaussian_nll(jnp.ones(3), p, jnp.zeros(3)), "variance"),
+        (lambda p, y: metrics.epistemic_variance(p), "members"),
+    ],
+)
+def test_a_whole_prediction_is_refused_with_the_part_to_pass(call, remedy):
+    logits = jax.random.normal(jax.random.key(0), (2, 5, 3))
+    prediction = Ensemble.from_apply(lambda v, _: v, list(logits)).predict(0, kind="classification")
+    labels = jnp.array([0, 1, 2, 0, 1])
+    with pytest.raises(TypeError, match=rf"but got a Prediction.*; pass .*its \.{remedy}"):
+        call(prediction, labels)
+
+
+def test_the_parts_of_a_prediction_are_scored():
+    logits = jax.random.normal(jax.random.key(0), (2, 5, 3))
+    prediction = Ensemble.from_apply(lambda v, _: v, list(logits)).predict(0, kind="classification")
+    labels = jnp.array([0, 1, 2, 0, 1])
+    assert metrics.nll(prediction.mean, labels).shape == ()
+    assert metrics.nll(prediction.members, labels).shape == (2,)
+    with pytest.raises(TypeError, match=r"^fit_temperature: logits .* Prediction.*; pass the outputs of the ensemble"):
+        fit_temperature(prediction, labels)
+    with pytest.raises(TypeError, match=r"^conformal_threshold: .* Prediction.*; pass its \.mean, or its \.members"):
+        conformal_threshold(prediction, labels, error=0.5)

@@ -596,3 +596,12 @@ def test_a_gradient_whose_slices_lack_the_batch_axis_points_to_per_sample_grad()
     with pytest.raises(ZeroDivisionError) as raised:
         vmap(lambda x: 1 / 0)(x)
     assert "per_sample_grad" not in "".join(getattr(raised.value, "__notes__", []))
+
+
+@pytest.mark.parametrize("several", [list, tuple, nnx.List])
+def test_several_models_as_a_function_are_refused_with_the_way_to_map_them(several: Any) -> None:
+    nets = several([nnx.Linear(4, 3, rngs=nnx.Rngs(i)) for i in range(2)])
+    with pytest.raises(TypeError, match=r"^vmap: fun is a .* of 2 models; .* pass plurax.ensemble.Ensemble.stack"):
+        vmap(nets)
+    x = jnp.ones((5, 4))
+    np.testing.assert_allclose(vmap(Ensemble.stack([*nets]), in_axes=None)(x), [net(x) for net in nets], rtol=1e-6)

@@ -97,7 +97,7 @@ reveal_type(ens(X))  # Array
 reveal_type(ens(np.ones((4, 6, 3)), in_axes=0))  # Array
 reveal_type(ens[0](X))  # Array
 reveal_type(ens.view())  # Ensemble[MLP]
-reveal_type(ens.predict(X).mean)  # Array
+reveal_type(ens.predict(X, kind="classification").mean)  # Array
 reveal_type(select(ens, [2, 0]))  # Ensemble[MLP]
 reveal_type(soup(ens))  # MLP
 reveal_type(vmap(ens)(X[:4]))  # Array

@@ -142,11 +142,11 @@ def warn_if_repeated(api: str, budget: int, needed: int, described: str, repeate
             f"{in_words(needed)}, with {described}), but the vmap, loop or derivative around it "
             "may need more; give the budget to the outermost transform, or compile the whole program and read its "
             "memory_analysis().",
-            stacklevel=_level_of_the_user(),
+            stacklevel=level_of_the_user(),
         )
 
 
-def _level_of_the_user() -> int:
+def level_of_the_user() -> int:
     """Return the `stacklevel` with which the caller's warning shows the user's line of code."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.scipy.special import entr
+
+from .memory import level_of_the_user
 
 Kind = Literal["classification", "binary", "regression"]
 
@@ -36,7 +39,7 @@ class Prediction(NamedTuple):
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble import Ensemble
       >>> sure = [jnp.array([[9.0, 0.0]]), jnp.array([[0.0, 9.0]])]  # confident, but in different classes
-      >>> prediction = Ensemble.from_apply(lambda logits, x: logits, sure).predict(None)
+      >>> prediction = Ensemble.from_apply(lambda logits, x: logits, sure).predict(None, kind="classification")
       >>> prediction.mean
       Array([[0.5, 0.5]], dtype=float32)
     """
@@ -46,6 +49,14 @@ class Prediction(NamedTuple):
     entropy: jax.Array | None
     mutual_information: jax.Array | None
     members: jax.Array
+
+
+def assumed_kind(api: str, remedy: str = "") -> Kind:
+    """Return "classification", and warn that nothing says so."""
+    assumed = f"{api}: nothing says what the outputs mean, so they are taken for logits of classes"
+    cure = f"pass kind='classification', kind='binary' or kind='regression'{remedy}"
+    warnings.warn(f"{assumed}; {cure}.", stacklevel=level_of_the_user())
+    return "classification"
 
 
 def of_probabilities(members: jax.Array, weights: jax.Array | None = None) -> Prediction:

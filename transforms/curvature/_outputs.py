@@ -43,7 +43,7 @@ class ModelAndLoss:
         self._of_call = partial(per_example(api, model, argnums, self.position), scalar=False)
 
     def of(self, args: tuple[Any, ...], key: Any, *, samples: bool) -> tuple[OfBatch, Any]:
-        """Return the outputs and the loss for a batch, and the key.
+        """Return the outputs and the loss for a batch, and the key; None where no samples are drawn.
 
         Args:
           args: the arguments of the model, y, and the key if it is positional.
@@ -57,12 +57,11 @@ class ModelAndLoss:
                 f"{self._api}: pass the parameters, a batch x and labels y, and possibly a key; "
                 f"{len(args)} arguments came."
             )
-        if samples:
+        if samples or key is not None:
             check_key(self._api, key)
-        elif key is not None:
-            raise ValueError(f"{self._api}: no samples are drawn, so the key has no use; leave it out.")
         *given, y = args
-        return OfBatch(self._api, self._of_call(False, True, None, tuple(given), {}), self._loss, y), key
+        batch = OfBatch(self._api, self._of_call(False, True, None, tuple(given), {}), self._loss, y)
+        return batch, key if samples else None
 
 
 class OfBatch:

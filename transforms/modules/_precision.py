@@ -130,5 +130,9 @@ def _check_computed(name: str, parameter: Any, module: Any, kept: Mapping[type, 
     if isinstance(module, WEIGHT_NORMS) or (_takes_dtype(module) and not is_complex):
         return
     kind = type(module).__name__
-    cure = f"add one, or pass keep={{{kind}: None}} if the {kind} converts by itself"
-    raise ValueError(f"with_precision: `{name}` is complex, or its {kind} has no attribute `dtype`; {cure}.")
+    if is_complex:
+        wrong, cure = f"is complex, but its {kind} would compute in a real dtype", f"leave it: keep={{{kind}: None}}"
+    else:
+        wrong = f"belongs to a {kind}, which has no attribute `dtype` that sets how it computes"
+        cure = f"add one, or pass keep={{{kind}: None}} if the {kind} converts by itself"
+    raise ValueError(f"with_precision: `{name}` {wrong}; {cure}.")

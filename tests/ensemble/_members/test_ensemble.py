@@ -230,7 +230,7 @@ def test_an_ensemble_of_one_is_an_ensemble(plain, assert_same):
     assert len(one) == 1
     assert one(X).shape == (1, 2, 3)
     assert_same(one[0], plain(nnx.Rngs(4)))
-    assert one.predict(X).mutual_information.max() == 0
+    assert one.predict(X, kind="classification").mutual_information.max() == 0
 
 
 def test_it_passes_through_jit_and_tree_map(ens, assert_same):
@@ -252,7 +252,7 @@ def square():
     [
         lambda e: e(jnp.ones((3, 3))),
         lambda e: e.view()(jnp.ones((3, 3))),
-        lambda e: e.predict(jnp.ones((3, 3))).mean,
+        lambda e: e.predict(jnp.ones((3, 3)), kind="classification").mean,
         lambda e: with_precision(e, jnp.float32)(jnp.ones((3, 3))),
         lambda e: len(e) * jnp.ones(3),
         lambda e: e[0](jnp.ones((3, 3))),
@@ -498,7 +498,7 @@ def test_a_view_changes_a_copy(stateful, assert_same):
 def test_calling_indexing_viewing_and_predicting_change_nothing(stateful, leaves):
     ens = Ensemble.create(stateful, 2, seed=0)
     before = leaves(ens)
-    ens.predict(X)
+    ens.predict(X, kind="classification")
     ens.view(deterministic=True, use_running_average=True)(X)
     ens[0](X)
     with pytest.raises(ValueError, match="changes the state of Stateful"):
@@ -537,7 +537,7 @@ def test_evaluation_mode_calls_no_method_of_the_members():
     members = [Judged(nnx.Rngs(i)) for i in range(2)]
     ens = Ensemble.stack(members)
     expected = [jax.nn.softmax(member.inner(X)) for member in members]
-    np.testing.assert_allclose(ens.predict(X).members, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(ens.predict(X, kind="classification").members, expected, rtol=1e-5, atol=1e-6)
     assert ens.view(deterministic=True)[0].dropout.deterministic
     assert not ens[0].dropout.deterministic
 

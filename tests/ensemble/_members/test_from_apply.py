@@ -303,7 +303,7 @@ def test_one_member_is_loaded_from_a_checkpoint(tmp_path, linen, equinox, assert
 
 def test_prediction_passes_keywords_to_the_apply_function(linen):
     ens = Ensemble.from_apply(NORMED.apply, linen)
-    assert ens.predict(X, train=False).mean.shape == (2, 3)
+    assert ens.predict(X, train=False, kind="classification").mean.shape == (2, 3)
 
 
 class Test_refusals:
@@ -353,3 +353,13 @@ class Test_refusals:
         state = trainer.init(Ensemble.from_apply(lambda v, x: x @ v["w"], [{"w": jnp.ones((4, 3))}]))
         with pytest.raises(ValueError, match="assigns the parameter `w`"):
             trainer.step(state, make_batches(1)[0])
+
+
+def test_functions_made_anew_are_refused_with_a_remedy_that_works():
+    def made(i, activation):
+        return eqx.nn.MLP(4, 3, 5, 1, activation=activation, key=jax.random.key(i))
+
+    with pytest.raises(ValueError, match=r"a different object in each; define it once, at module level\.$"):
+        Ensemble.from_apply(apply_mlp, [made(i, lambda x: x**2) for i in range(2)])
+    square = lambda x: x**2
+    assert Ensemble.from_apply(apply_mlp, [made(i, square) for i in range(2)])(X).shape == (2, 2, 3)

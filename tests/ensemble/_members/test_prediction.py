@@ -12,7 +12,7 @@ from plurax.ensemble.calibration import fit_temperature
 
 def constant(values):
     """An ensemble whose members return fixed values for any input."""
-    return Ensemble.from_apply(lambda v, _: v, list(values))
+    return Ensemble.from_apply(lambda v, _: v, list(values)).with_kind("classification")
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_regression_of_means_and_variances_is_that_of_the_mixture(logits):
 
 
 def test_it_is_always_in_evaluation_mode(stateful):
-    ens = Ensemble.create(stateful, 3, seed=0)
+    ens = Ensemble.create(stateful, 3, seed=0).with_kind("classification")
     x = jnp.ones((2, 4))
     evaluating = ens.view(deterministic=True, use_running_average=True)
     np.testing.assert_allclose(ens.predict(x).members, jax.nn.softmax(evaluating(x)), rtol=1e-6)
@@ -177,7 +177,7 @@ def test_a_custom_module_is_put_into_evaluation_mode_too():
             y = self.dense(x)
             return y if self.deterministic else y + jax.random.normal(self.rngs(), y.shape)
 
-    ens = Ensemble.create(Noisy, 2, seed=0)
+    ens = Ensemble.create(Noisy, 2, seed=0).with_kind("classification")
     x = jnp.ones((2, 4))
     np.testing.assert_allclose(ens.predict(x).members[1], jax.nn.softmax(ens[1].dense(x)), rtol=1e-5)
 
@@ -186,9 +186,9 @@ def test_members_may_see_inputs_of_their_own():
     ens = Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 2, seed=0)
     xs = jnp.arange(40.0).reshape(2, 5, 4) / 10
     expected = [jax.nn.softmax(member(x)) for member, x in zip(ens, xs, strict=True)]
-    np.testing.assert_allclose(ens.predict(xs, in_axes=0).members, expected, rtol=1e-5)
+    np.testing.assert_allclose(ens.predict(xs, in_axes=0, kind="classification").members, expected, rtol=1e-5)
     with pytest.raises(ValueError, match="number of members"):
-        ens.predict(xs[:1], in_axes=0)
+        ens.predict(xs[:1], in_axes=0, kind="classification")
 
 
 def test_it_works_under_jit(logits):
@@ -307,7 +307,7 @@ def test_it_works_on_an_empty_batch(logits):
 
 def test_it_works_under_vmap(logits):
     scales = jnp.array([0.5, 2.0])
-    ens = Ensemble.from_apply(lambda v, scale: v * scale, list(logits))
+    ens = Ensemble.from_apply(lambda v, scale: v * scale, list(logits)).with_kind("classification")
     mapped = jax.vmap(ens.predict)(scales)
     for i, scale in enumerate(scales):
         one = jax.tree.map(itemgetter(i), mapped)
@@ -324,5 +324,5 @@ def test_a_module_that_is_only_a_pytree_is_put_into_evaluation_mode_too():
         def __call__(self, x):
             return self.dropout(x @ self.kernel[...])
 
-    prediction = Ensemble.create(Scaled, 2, seed=0).predict(jnp.ones((5, 4)))
+    prediction = Ensemble.create(Scaled, 2, seed=0).predict(jnp.ones((5, 4)), kind="classification")
     np.testing.assert_allclose(prediction.mean, np.full((5, 3), 1 / 3), rtol=1e-6)

@@ -32,7 +32,7 @@ class Test_uncertainty_of_classes:
         np.testing.assert_array_equal(metrics.mutual_information(P[[0, 0, 0]]) < 1e-6, True)
 
     def test_are_those_of_predictions(self):
-        found = Ensemble.from_apply(lambda v, x: v, list(np.log(P))).predict(None)
+        found = Ensemble.from_apply(lambda v, x: v, list(np.log(P))).predict(None, kind="classification")
         np.testing.assert_allclose(found.entropy, metrics.predictive_entropy(P), rtol=1e-5)
         np.testing.assert_allclose(found.mutual_information, metrics.mutual_information(P), rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(found.variance, metrics.epistemic_variance(P), rtol=1e-4, atol=1e-7)

@@ -52,21 +52,21 @@ def test_the_prediction_is_the_mean_over_all_members() -> None:
     committee = Committee(groups())
     assert len(committee) == 6
     assert repr(committee).startswith("Committee of 6 members: 2 × Linear, 1 × Dropping, 2 × Module.apply, 1 × ")
-    found, p = committee.predict(X), jax.nn.softmax(logits_of(committee), axis=-1)
+    found, p = committee.predict(X, kind="classification"), jax.nn.softmax(logits_of(committee), axis=-1)
     np.testing.assert_allclose(found.members, p, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found.mean, p.mean(0), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found.variance, p.var(0), rtol=1e-4, atol=1e-6)
     assert found.entropy is not None
     assert (found.mutual_information >= 0).all()
-    alone = Committee([Ensemble.create(linear, 2, seed=0)]).predict(X)
-    jax.tree.map(np.testing.assert_array_equal, alone, Ensemble.create(linear, 2, seed=0).predict(X))
+    alone = Committee([Ensemble.create(linear, 2, seed=0)]).predict(X, kind="classification")
+    jax.tree.map(np.testing.assert_array_equal, alone, committee.groups[0].predict(X, kind="classification"))
     assert committee[2](X).shape == (6, 3)
     np.testing.assert_allclose(committee[-1](X), logits_of(committee)[-1], rtol=1e-5, atol=1e-6)
 
 
 def test_weights_are_those_of_a_mixture() -> None:
     """Weights of 2 and 1 are those of a committee in which one group appears twice, but not in `members`."""
-    one, other = Ensemble.create(linear, 2, seed=0), Dropping(nnx.Rngs(1))
+    one, other = Ensemble.create(linear, 2, seed=0).with_kind("classification"), Dropping(nnx.Rngs(1))
     found, twice = Committee([one, other], [2, 2, 1]).predict(X), Committee([one, one, other]).predict(X)
     for name in ("mean", "variance", "entropy", "mutual_information"):
         np.testing.assert_allclose(getattr(found, name), getattr(twice, name), rtol=1e-5, atol=1e-6)
@@ -83,7 +83,7 @@ def test_weights_are_those_of_a_mixture() -> None:
 
 
 def test_scores_selection_and_calibration_of_all_members() -> None:
-    committee = Committee(groups())
+    committee = Committee(groups()).with_kind("classification")
     predicted = committee.predict(X)
     assert metrics.nll(predicted.members, Y).shape == (6,)
     chosen = greedy_selection(predicted.members, Y, rounds=4)
@@ -96,9 +96,9 @@ def test_scores_selection_and_calibration_of_all_members() -> None:
 
 
 def test_a_directory_holds_all_groups(tmp_path: Path) -> None:
-    committee = Committee(groups(), [1, 2, 3, 1, 1, 0])
+    committee = Committee(groups(), [1, 2, 3, 1, 1, 0]).with_kind("classification")
     committee.save(tmp_path / "committee")
-    again = Committee.load(tmp_path / "committee", Committee(groups(7)))
+    again = Committee.load(tmp_path / "committee", Committee(groups(7)).with_kind("classification"))
     jax.tree.map(np.testing.assert_array_equal, again.predict(X), committee.predict(X))
     Committee(groups(3)).save(tmp_path / "committee")  # replaces it
     assert Committee.load(tmp_path / "committee", committee).weights is None
@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_refused() -> None:
         Committee([one], np.array(["a"]))
     wide = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"^Committee: a member of group 1 returns \(6, 2\) \(shapes\), but one of gr"):
-        Committee([one, wide]).predict(X)
+        Committee([one, wide]).predict(X, kind="classification")
     with pytest.raises(ValueError, match=r"^Committee.predict: kind must be"):
         Committee([one]).predict(X, kind="logits")
     with pytest.raises(IndexError, match=r"^Committee: member 1 is out of range"):

@@ -72,6 +72,7 @@ MODELS = (
 @pytest.mark.parametrize("name", MODELS)
 def test_the_file_predicts_to_the_bit(name: str, tmp_path: Path) -> None:
     model, x, options = models()[name]
+    options = {"kind": "classification", **options}
     outputs = ("mean", "variance") if options.get("kind") == "regression" else ("mean", "entropy", "members")
     one = jax.tree.map(lambda a: a[:1], x)
     export(model, tmp_path / "model", one, outputs=outputs, platforms=HERE, **options)
@@ -97,33 +98,33 @@ print(sorted({name.split(".")[0] for name in sys.modules} & {"flax", "optax", "t
 
 def test_a_server_needs_jax_alone(tmp_path: Path) -> None:
     ens = Ensemble.create(mlp, 4, seed=0)
-    export(ens, tmp_path / "model", X)  # for all platforms
+    export(ens, tmp_path / "model", X, kind="classification")  # for all platforms
     np.save(tmp_path / "x.npy", X)
     paths = [str(tmp_path / name) for name in ("model", "mean.npy", "x.npy")]
     run = subprocess.run([sys.executable, "-c", SERVER, *paths], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "['plurax']"
     # The tests turn some of the compiler's optimizations off, which the server does not.
-    np.testing.assert_allclose(np.load(tmp_path / "mean.npy"), ens.predict(X).mean, rtol=1e-5)
+    np.testing.assert_allclose(np.load(tmp_path / "mean.npy"), ens.predict(X, kind="classification").mean, rtol=1e-5)
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     ens, path = Ensemble.create(mlp, 2, seed=0), tmp_path / "model"
     with pytest.raises(TypeError, match=r"^export: model must be an Ensemble or a Committee, but got"):
-        export(mlp(nnx.Rngs(0)), path, X)
+        export(mlp(nnx.Rngs(0)), path, X, kind="classification")
     with pytest.raises(
         ValueError, match=r"^export: outputs has 'median', but a prediction of kind 'classification' has"
     ):
-        export(ens, path, X, outputs=("median",))
+        export(ens, path, X, outputs=("median",), kind="classification")
     with pytest.raises(ValueError, match=r"^export: outputs has 'entropy', but a prediction of kind 'regression' has"):
         export(ens, path, X, kind="regression")
     with pytest.raises(TypeError, match=r"^export: example must hold arrays with the batch along axis 0, but has"):
-        export(ens, path, 1.0)
+        export(ens, path, 1.0, kind="classification")
     fixed = Ensemble.from_apply(lambda w, x: x.reshape(len(x), -1) @ w, [jnp.ones((4, 3))])
     with pytest.raises(ValueError, match=r"^export: a model needs a batch of a fixed size; write x.shape\[0\] instead"):
-        export(fixed, path, X)
+        export(fixed, path, X, kind="classification")
     assert not path.exists()
-    export(ens, path, X, platforms=HERE)
+    export(ens, path, X, platforms=HERE, kind="classification")
     loaded = load_exported(path)
     for wrong in (X.astype(np.float64), X[:, :2], X[0]):
         with pytest.raises(TypeError, match=r"^load_exported: `x` is .*; pass float32 of shape \(batch, 4\)"):
@@ -148,6 +149,6 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 def test_an_example_of_64_bits_has_the_dtype_that_jax_gives_it(x: np.ndarray, tmp_path: Path) -> None:
     """From jax 0.11 on, a 64-bit shape warns, and warnings are errors here."""
     ensemble = Ensemble.from_apply(lambda w, x: x @ w, [jnp.ones((3, 2)), jnp.zeros((3, 2))])
-    export(ensemble, tmp_path / "model", x, platforms=HERE)
+    export(ensemble, tmp_path / "model", x, platforms=HERE, kind="classification")
     given = x.astype(jax.typeof(x).dtype)
     assert load_exported(tmp_path / "model")(given)["mean"].shape == (1, 2)

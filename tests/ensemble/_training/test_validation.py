@@ -49,7 +49,7 @@ def loss(model, x, y):
 
 
 def scores(ens, x, y):
-    p = ens.predict(x)
+    p = ens.predict(x, kind="classification")
     return {"accuracy": metrics.accuracy(p.members, y), "nll": metrics.nll(p.mean, y)}
 
 
@@ -307,7 +307,7 @@ def test_linen_and_functions():
     trainer = Trainer(of_linen, optax.adam(0.01), strategy="vmap")
 
     def metric(ens, x, y):
-        return {"accuracy": metrics.accuracy(ens.predict(x, train=False).members, y)}
+        return {"accuracy": metrics.accuracy(ens.predict(x, train=False, kind="classification").members, y)}
 
     state, history = fit(trainer, ens, batches(3), validation=(X, Y), validate_every=3, metrics=metric)
     np.testing.assert_allclose(

@@ -13,7 +13,7 @@ from flax import nnx
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
-from plurax.transforms.curvature import KroneckerFactors, _kfac, _squares, kfac
+from plurax.transforms.curvature import KroneckerFactors, _kfac, _squares, ekfac, ggn_diagonal, kfac
 
 from .test_diagonal import MODELS, N, cross_entropy, dense, labels, matrix, normal, perceptron, square
 
@@ -385,7 +385,18 @@ def test_what_does_not_fit_is_refused() -> None:
     model, p, x, y = MODELS["perceptron"]()
     with pytest.raises(TypeError, match=r"^kfac: key must be one key"):
         kfac(model, cross_entropy)(p, x, y)
-    with pytest.raises(ValueError, match=r"^kfac: no samples are drawn"):
-        kfac(model, cross_entropy, fisher="exact")(p, x, y, jax.random.key(0))
+    with pytest.raises(TypeError, match=r"^kfac: key must be one key"):
+        kfac(model, cross_entropy, fisher="exact")(p, x, y, 3.0)
     with pytest.raises(ValueError, match=r"^kfac: fisher must be"):
         kfac(model, cross_entropy, fisher="none")
+
+
+@pytest.mark.parametrize("of", [kfac, ekfac, ggn_diagonal])
+def test_a_key_that_is_not_needed_is_accepted(of: Any) -> None:
+    model, p, x, y = MODELS["perceptron"]()
+    options: dict[str, Any] = {} if of is ggn_diagonal else {"fisher": "exact"}
+    found = of(model, cross_entropy, **options)
+    expected = found(p, x, y)
+    jax.tree.map(np.testing.assert_array_equal, found(p, x, y, jax.random.key(1)), expected)
+    jax.tree.map(np.testing.assert_array_equal, found(p, x, y, key=jax.random.key(2)), expected)
+    assert found.explain(p, x, y, key=jax.random.key(2)) == found.explain(p, x, y)

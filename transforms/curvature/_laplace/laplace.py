@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.flatten_util import ravel_pytree
 from jax.tree_util import register_dataclass
@@ -17,7 +19,8 @@ from jax.tree_util import register_dataclass
 from ..._core.arguments import check_callable, check_choice, check_count
 from ..._core.compat import Tracer
 from ..._core.eigh import eigh
-from ..._core.prediction import Kind, Prediction, of_probabilities
+from ..._core.memory import level_of_the_user
+from ..._core.prediction import Kind, Prediction, assumed_kind, of_probabilities
 from ..._core.prng import check_key
 from ...privacy._per_example.gradient_forms import wide
 from .._data import batches_of, check_definite, factors_of_data, size_of, snapshot
@@ -80,14 +83,14 @@ class Laplace:
         )
 
     def predict(
-        self, x: Any, *, kind: Kind = "classification", samples: int = 100, key: jax.Array | None = None
+        self, x: Any, *, kind: Kind | None = None, samples: int = 100, key: jax.Array | None = None
     ) -> Prediction:
         """Predict with the model's linearization at θ, whose outputs are normal.
 
         Args:
           x: inputs, shape (batch, ...).
           kind: "regression": outputs are values, (batch, ...); "binary": logits of yes or no, (batch, ...);
-            "classification": logits, (batch, ..., classes).
+            "classification": logits, (batch, ..., classes). None is "classification", with a warning.
           samples: the number of draws of the outputs, which are the members of the prediction.
           key: the key of the draws; a fixed one without it.
 
@@ -104,6 +107,7 @@ class Laplace:
           eigenvectors, and of gradients at several positions for one example at a time; otherwise the gradients of
           some examples, and their products with the root of the covariance.
         """
+        kind = assumed_kind("Laplace.predict") if kind is None else kind
         check_choice("Laplace.predict", "kind", kind, get_args(Kind))
         key = jax.random.key(0) if key is None else key
         check_key("Laplace.predict", key)
@@ -169,6 +173,9 @@ class Laplace:
 
         Raises:
           ValueError: all parameters are zero, so that every prior is worse than a larger one.
+
+        Warns:
+          UserWarning: as `laplace`.
         """
         values, theta = self.size * self.curvature.eigenvalues(), self._theta()
         square = jnp.vdot(theta, theta)
@@ -184,7 +191,7 @@ class Laplace:
             return jnp.where(too_small, middle, bounds[0]), jnp.where(too_small, bounds[1], middle)
 
         low, high = lax.fori_loop(0, 60, halve, bounds)
-        return replace(self, prior_precision=jnp.exp((low + high) / 2))
+        return _warned(replace(self, prior_precision=jnp.exp((low + high) / 2)))
 
     def save(self, path: str) -> None:
         """Write the distribution to a file in the safetensors format, atomically.
@@ -319,7 +326,7 @@ def laplace(
       fisher: as for `kfac`. "exact" needs no key.
       weight_sharing: as for `kfac`.
       rank: for "ggn_lanczos".
-      key: the key for "mc", and for the first vector of "ggn_lanczos".
+      key: the key for "mc", and for the first vector of "ggn_lanczos"; nothing else uses it.
 
     Returns:
       A `Laplace`. For an ensemble of such distributions, map over the parameters of the members with `jax.vmap`.
@@ -328,6 +335,11 @@ def laplace(
       TypeError, ValueError: as for `kfac`; an unknown structure; "last_layer" without `wrt`; a prior precision that is
         not positive; too many numbers for "full".
       ModuleNotFoundError: "ggn_lanczos" without matfree: `pip install 'plurax[curvature]'`.
+
+    Warns:
+      UserWarning: rounding may change variances by more than a percent, since some parameters are nearly dependent, and
+        the prior precision is too small beside the curvature. ("ggn_lanczos", which has only the largest eigenvalues,
+        is not checked.) Inputs of very different scales are no problem of their own: 1e-3 to 1e3 in float32.
 
     Cost:
       That of `kfac`, `ekfac` or `ggn_diagonal` over the data, and eigendecompositions; for "full" a matrix of all
@@ -354,8 +366,8 @@ def laplace(
         raise ValueError(f"{api}: prior_precision must be a positive number, but got {prior_precision}.")
     if structure in ("full", "last_layer", "ggn_lanczos") and fisher != "exact":
         raise ValueError(f"{api}: structure={structure!r} has products with the exact matrix only; leave fisher out.")
-    if structure in ("full", "last_layer") and key is not None:
-        raise ValueError(f"{api}: structure={structure!r} draws nothing, so the key has no use; leave it out.")
+    if key is not None:
+        check_key(api, key)  # which is accepted where nothing is drawn, too
     check_count(api, "rank", rank)
     argnums, batches, params = _argnums(wrt), batches_of(api, data), snapshot(params)
     size = sum(map(size_of, batches))
@@ -374,7 +386,45 @@ def laplace(
     found = Laplace(params, curvature, jnp.ones(()), mean_loss, size, model, argnums)
     if prior_precision is None:
         return found.fit_prior()
-    return replace(found, prior_precision=jnp.asarray(prior_precision, mean_loss.dtype))
+    return _warned(replace(found, prior_precision=jnp.asarray(prior_precision, mean_loss.dtype)))
+
+
+def _warned(of: Laplace) -> Laplace:
+    """Return a distribution; warn if rounding may change its variances by more than a percent."""
+    curvature, damping = of.curvature, of.prior_precision / of.size
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves((curvature, damping))):
+        return of
+    if isinstance(curvature, Spectrum) and curvature.vectors.shape[0] < curvature.vectors.shape[1]:
+        return of
+    inflation, largest = _inflation(curvature, damping)
+    # D is rounded in its own dtype, and its eigenvalues in float64.
+    rounding = max(float(jnp.finfo(largest.dtype).eps * inflation), float(np.finfo(np.float64).eps * largest / damping))
+    if rounding > 0.01:
+        prior = f"prior_precision={of.prior_precision:.3g}"
+        why = f"parameters are nearly dependent, and {prior} is small beside the curvature"
+        cure = "pass a larger one, or parameters and data in float64 (with jax.enable_x64(True))"
+        warnings.warn(
+            f"laplace: rounding may change variances by {min(rounding, 1):.0%}, since {why}; {cure}.",
+            stacklevel=level_of_the_user(),
+        )
+    return of
+
+
+@jax.jit
+def _inflation(curvature: KroneckerFactors | Spectrum, damping: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the largest (D + damping I)ᵢᵢ × ((D + damping I)⁻¹)ᵢᵢ over all parameters, and the largest eigenvalue.
+
+    It is the factor by which the variance of a parameter is larger because the others are uncertain too, whatever the
+    scales of the parameters are: the inverse distance from a matrix in which one depends on the others.
+    """
+
+    def diagonal(fun: Callable[[jax.Array], jax.Array]) -> list[jax.Array]:
+        if isinstance(curvature, Spectrum):
+            return [jnp.matmul(fun(curvature.values), jnp.square(curvature.vectors), precision="highest")]
+        return [replace(x, values=fun(x.values)).diagonal() for x in curvature.eigen().blocks]
+
+    both = zip(diagonal(lambda e: e + damping), diagonal(lambda e: 1 / (e + damping)), strict=True)
+    return jnp.stack([(one * other).max() for one, other in both]).max(), curvature.eigenvalues().max()
 
 
 def _argnums(wrt: Any) -> Any:
