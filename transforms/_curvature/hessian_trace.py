@@ -16,7 +16,7 @@ from .._core.memory import check_budget, chunk_within
 from .._core.prng import check_key
 from .._core.weak_types import weak_like
 from .._jacobian.dense import by_array, in_form, map_slices
-from .products import gradient_of, seed_of
+from .products import first_possible, hessian_product, seed_of
 
 P = ParamSpec("P")
 
@@ -158,7 +158,7 @@ def hutchinson_trace(
         call.check_floating(complex_too=False)
         inputs, treedef = jax.tree.flatten(call.primals)
         # E[s^T H s] = trace(H) for independent signs s: the gradient is linearized once, each sample is one H s.
-        _, push, (_, rest) = jax.linearize(gradient_of("hutchinson_trace", call), *call.primals, has_aux=True)
+        push, (_, rest) = hessian_product("hutchinson_trace", call)
 
         def sample(i: Any) -> list[jax.Array]:
             # The key depends on the sample's index only, so that the estimate does not depend on the chunk size.
@@ -245,15 +245,11 @@ def diagonal(api: str, call: Call, chunk_size: int | None) -> list[jax.Array]:
 
         return jax.jvp(slope, call.primals, direction)[1]
 
-    try:
-        return entries_of(along)
-    except TypeError as refused:  # a jax.custom_vjp, which has reverse mode only
-        try:
-            push = jax.linearize(gradient_of(api, call), *call.primals, has_aux=True)[1]
+    def by_products() -> list[jax.Array]:
+        """Return the same from products with the Hessian, for functions that have reverse mode only."""
+        return entries_of(partial(_along_itself, hessian_product(api, call)[0], treedef))
 
-            return entries_of(partial(_along_itself, push, treedef))
-        except TypeError:
-            raise refused from None
+    return first_possible(lambda: entries_of(along), by_products)
 
 
 def _along_itself(push: Callable[..., Any], treedef: Any, vector: list[Any]) -> jax.Array:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from functools import partial
+from typing import Any, Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from .._core.arguments import check_choice
 from .._grad import scalar_seed
 from .._linear import all_of
 
+R = TypeVar("R")
 Mode = Literal["auto", "fwd_rev", "rev_rev", "rev_fwd"]
 
 
@@ -25,7 +27,8 @@ def hvp(fun: Callable[..., Any], primals: Any, tangents: Any, *, mode: Mode = "a
       tangents: one tangent for each primal, in the same form, with its structure, shapes and dtypes.
       mode: "fwd_rev" differentiates the gradient along the tangents, "rev_rev" takes the gradient of the gradient's
         product with them, "rev_fwd" the gradient of the derivative along them. "auto" is "fwd_rev", which needs the
-        least time and memory.
+        least time and memory, or "rev_rev" if the gradient has no forward mode (a `jax.custom_vjp` whose rule calls
+        another).
       has_aux: whether `fun` returns `(output, aux)`; the result is then `(product, aux)`.
 
     Returns:
@@ -88,8 +91,7 @@ def value_grad_and_hvp(
 def vhp(fun: Callable[..., Any], primals: Any, cotangents: Any, *, has_aux: bool = False) -> Any:
     """Compute the product of a vector with the Hessian of a scalar function, in reverse over reverse mode.
 
-    The Hessian is symmetric, so this equals `hvp` with `mode="rev_rev"`. Use it for functions whose gradient cannot be
-    differentiated in forward mode, such as one with a `jax.custom_vjp` rule that calls another.
+    The Hessian is symmetric, so this equals `hvp` with `mode="rev_rev"`.
 
     Args:
       fun: as for `hvp`.
@@ -157,13 +159,22 @@ def gnvp(model: Callable[..., Any], loss: Callable[..., Any], primals: Any, tang
     call = all_of("gnvp", model, primals, False)
     call.check_floating()
     tangents = call.form.tangents(tangents)
-    # One linearization of the call serves both directions, so the model runs once.
-    out, push, rest = jax.linearize(call, *call.primals, has_aux=True)
+
+    # One linearization of the call serves both directions, so the model runs once and residuals are kept only once.
+    def forward() -> tuple[Any, Any, Any, Any]:
+        """Return the output, J v, the function from a vector to its product with J^T, and the rest of the call."""
+        out, push, rest = jax.linearize(call, *call.primals, has_aux=True)
+        transposed = jax.linear_transpose(lambda tangents: push(*tangents), call.primals)
+        return out, push(*tangents), lambda vector: transposed(vector)[0], rest
+
+    def backward() -> tuple[Any, Any, Any, Any]:
+        out, pull, rest = jax.vjp(call, *call.primals, has_aux=True)
+        return out, jax.linear_transpose(pull, out)(tangents)[0], pull, rest
+
+    out, pushed, pull, rest = first_possible(forward, backward)
     call.finish(rest)
-    # J^T is the transpose of the linearized model, so residuals are kept only once.
-    pull = jax.linear_transpose(lambda tangents: push(*tangents), call.primals)
-    (curved,) = _value_grad_and_hvp("gnvp", loss, (out,), (push(*tangents),), "auto", False)[2]
-    (products,) = pull(curved)
+    (curved,) = _value_grad_and_hvp("gnvp", loss, (out,), (pushed,), "auto", False)[2]
+    products = pull(curved)
     found = call.form.gradients(products)
     return found[0] if bare else found
 
@@ -193,6 +204,37 @@ def gradient_of(api: str, call: Call) -> Callable[..., Any]:
     return gradient
 
 
+def hessian_product(api: str, call: Call) -> tuple[Callable[..., Any], Any]:
+    """Return a function of tangents that returns their products with the Hessian, and `(value, rest)` of the call."""
+    gradient = gradient_of(api, call)
+
+    def forward() -> tuple[Callable[..., Any], Any]:
+        _, push, rest = jax.linearize(gradient, *call.primals, has_aux=True)
+        return push, rest
+
+    def backward() -> tuple[Callable[..., Any], Any]:
+        _, pull, rest = jax.vjp(gradient, *call.primals, has_aux=True)
+        return lambda *tangents: pull(tangents), rest
+
+    return first_possible(forward, backward)
+
+
+def first_possible(way: Callable[[], R], *others: Callable[[], R]) -> R:
+    """Return the result of the first way to differentiate that works; if none does, raise the error of the first.
+
+    JAX raises TypeError for forward mode of a `jax.custom_vjp`, whose rule has reverse mode only.
+    """
+    try:
+        return way()
+    except TypeError as refused:
+        if not others:
+            raise
+        try:
+            return first_possible(*others)
+        except TypeError:
+            raise refused from None
+
+
 def seed_of(api: str, value: Any) -> Any:
     """Return the cotangent 1 of a scalar; raise if the value is not one real scalar."""
     return scalar_seed(f"{api}: fun", value, "reduce it, or return other values with has_aux=True")
@@ -206,6 +248,11 @@ def _forward_over_reverse(api: str, call: Call, tangents: tuple[Any, ...]) -> An
 def _reverse_over_reverse(api: str, call: Call, tangents: tuple[Any, ...]) -> Any:
     gradients, pull, (value, rest) = jax.vjp(gradient_of(api, call), *call.primals, has_aux=True)
     return value, gradients, pull(tangents), rest
+
+
+def _forward_or_reverse_over_reverse(api: str, call: Call, tangents: tuple[Any, ...]) -> Any:
+    ways = _forward_over_reverse, _reverse_over_reverse
+    return first_possible(*(partial(way, api, call, tangents) for way in ways))
 
 
 def _reverse_over_forward(api: str, call: Call, tangents: tuple[Any, ...]) -> Any:
@@ -223,7 +270,7 @@ def _reverse_over_forward(api: str, call: Call, tangents: tuple[Any, ...]) -> An
 
 
 _MODES: dict[Mode, Callable[[str, Call, tuple[Any, ...]], Any]] = {
-    "auto": _forward_over_reverse,
+    "auto": _forward_or_reverse_over_reverse,
     "fwd_rev": _forward_over_reverse,
     "rev_rev": _reverse_over_reverse,
     "rev_fwd": _reverse_over_forward,
