@@ -122,7 +122,10 @@ def test_a_state_of_another_structure_is_of_another_run(tmp_path, resume):
 @pytest.mark.parametrize(
     ("other", "match"),
     [
-        ({"size": 3}, r"learning_rate=\[0.1, 0.2\], but .*=\[0.1, 0.2, 0.3\]; its state has 2 members, but .* has 3\. "),
+        (
+            {"size": 3},
+            r"learning_rate=\[0.1, 0.2\], but .*=\[0.1, 0.2, 0.3\]; its state has 2 members, but .* has 3\. ",
+        ),
         ({"optimizer": optax.sgd}, "it has optimizer=adam, but the trainer has optimizer=sgd; its state has shape"),
     ],
 )
@@ -145,7 +148,9 @@ def test_other_settings_with_a_state_of_another_structure(tmp_path, resume, othe
 def test_a_dropout_rate_is_named_among_what_may_have_changed(tmp_path):
     def run(rate):
         def with_dropout(rngs):
-            return nnx.Sequential(nnx.Linear(3, 5, rngs=rngs), nnx.Dropout(rate, rngs=rngs), nnx.Linear(5, 1, rngs=rngs))
+            return nnx.Sequential(
+                nnx.Linear(3, 5, rngs=rngs), nnx.Dropout(rate, rngs=rngs), nnx.Linear(5, 1, rngs=rngs)
+            )
 
         state = trainer_of(loss, ADAM, strategy="vmap").init(Ensemble.create(with_dropout, 2, seed=0))
         return functools.partial(trainer_of(loss, ADAM, strategy="vmap").fit, state, [(X, Y)] * 2, progress=False)
