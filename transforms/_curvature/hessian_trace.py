@@ -16,7 +16,8 @@ from .._core.memory import check_budget, chunk_within
 from .._core.prng import check_key
 from .._core.weak_types import weak_like
 from .._jacobian.dense import by_array, in_form, map_slices
-from .products import first_possible, hessian_product, seed_of
+from .._jacobian.mode import refusal
+from .products import hessian_product, seed_of
 
 P = ParamSpec("P")
 
@@ -245,11 +246,10 @@ def diagonal(api: str, call: Call, chunk_size: int | None) -> list[jax.Array]:
 
         return jax.jvp(slope, call.primals, direction)[1]
 
-    def by_products() -> list[jax.Array]:
-        """Return the same from products with the Hessian, for functions that have reverse mode only."""
-        return entries_of(partial(_along_itself, hessian_product(api, call)[0], treedef))
-
-    return first_possible(lambda: entries_of(along), by_products)
+    if refusal(along, [jnp.asarray(x) for x in inputs]) is None:
+        return entries_of(along)
+    # A jax.custom_vjp has reverse mode only.
+    return entries_of(partial(_along_itself, hessian_product(api, call)[0], treedef))
 
 
 def _along_itself(push: Callable[..., Any], treedef: Any, vector: list[Any]) -> jax.Array:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +11,9 @@ import jax.numpy as jnp
 from .._calls.call import Call
 from .._core.arguments import check_choice
 from .._grad import scalar_seed
+from .._jacobian.mode import refusal
 from .._linear import all_of
 
-R = TypeVar("R")
 Mode = Literal["auto", "fwd_rev", "rev_rev", "rev_fwd"]
 
 
@@ -159,19 +158,15 @@ def gnvp(model: Callable[..., Any], loss: Callable[..., Any], primals: Any, tang
     call = all_of("gnvp", model, primals, False)
     call.check_floating()
     tangents = call.form.tangents(tangents)
-
-    # One linearization of the call serves both directions, so the model runs once and residuals are kept only once.
-    def forward() -> tuple[Any, Any, Any, Any]:
-        """Return the output, J v, the function from a vector to its product with J^T, and the rest of the call."""
+    # One linearization of the call serves both directions, so the model runs once.
+    if _has_forward_mode(call, call.primals, tangents):
         out, push, rest = jax.linearize(call, *call.primals, has_aux=True)
+        # J^T is the transpose of the linearized model, so residuals are kept only once.
         transposed = jax.linear_transpose(lambda tangents: push(*tangents), call.primals)
-        return out, push(*tangents), lambda vector: transposed(vector)[0], rest
-
-    def backward() -> tuple[Any, Any, Any, Any]:
+        pushed, pull = push(*tangents), lambda vector: transposed(vector)[0]
+    else:
         out, pull, rest = jax.vjp(call, *call.primals, has_aux=True)
-        return out, jax.linear_transpose(pull, out)(tangents)[0], pull, rest
-
-    out, pushed, pull, rest = first_possible(forward, backward)
+        (pushed,) = jax.linear_transpose(pull, out)(tangents)
     call.finish(rest)
     (curved,) = _value_grad_and_hvp("gnvp", loss, (out,), (pushed,), "auto", False)[2]
     products = pull(curved)
@@ -207,32 +202,16 @@ def gradient_of(api: str, call: Call) -> Callable[..., Any]:
 def hessian_product(api: str, call: Call) -> tuple[Callable[..., Any], Any]:
     """Return a function of tangents that returns their products with the Hessian, and `(value, rest)` of the call."""
     gradient = gradient_of(api, call)
-
-    def forward() -> tuple[Callable[..., Any], Any]:
+    if _has_forward_mode(gradient, call.primals, call.primals):
         _, push, rest = jax.linearize(gradient, *call.primals, has_aux=True)
         return push, rest
-
-    def backward() -> tuple[Callable[..., Any], Any]:
-        _, pull, rest = jax.vjp(gradient, *call.primals, has_aux=True)
-        return lambda *tangents: pull(tangents), rest
-
-    return first_possible(forward, backward)
+    _, pull, rest = jax.vjp(gradient, *call.primals, has_aux=True)
+    return lambda *tangents: pull(tangents), rest
 
 
-def first_possible(way: Callable[[], R], *others: Callable[[], R]) -> R:
-    """Return the result of the first way to differentiate that works; if none does, raise the error of the first.
-
-    JAX raises TypeError for forward mode of a `jax.custom_vjp`, whose rule has reverse mode only.
-    """
-    try:
-        return way()
-    except TypeError as refused:
-        if not others:
-            raise
-        try:
-            return first_possible(*others)
-        except TypeError:
-            raise refused from None
+def _has_forward_mode(fun: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> bool:
+    """Return whether forward mode can differentiate a function with an auxiliary output: not if it has a custom_vjp."""
+    return refusal(lambda tangents: jax.jvp(fun, primals, tangents, has_aux=True)[1], tangents) is None
 
 
 def seed_of(api: str, value: Any) -> Any:
@@ -251,8 +230,8 @@ def _reverse_over_reverse(api: str, call: Call, tangents: tuple[Any, ...]) -> An
 
 
 def _forward_or_reverse_over_reverse(api: str, call: Call, tangents: tuple[Any, ...]) -> Any:
-    ways = _forward_over_reverse, _reverse_over_reverse
-    return first_possible(*(partial(way, api, call, tangents) for way in ways))
+    forward = _has_forward_mode(gradient_of(api, call), call.primals, tangents)
+    return (_forward_over_reverse if forward else _reverse_over_reverse)(api, call, tangents)
 
 
 def _reverse_over_forward(api: str, call: Call, tangents: tuple[Any, ...]) -> Any:

@@ -21,8 +21,8 @@ from .mode import (
     choose_mode,
     dense_evaluator,
     in_cheaper_mode,
-    output_shapes,
-    refused_modes,
+    product_in,
+    refusal,
 )
 
 P = ParamSpec("P")
@@ -302,7 +302,6 @@ def jacobian_of(
         raise ValueError(f'{api}: allow_int=True needs reverse mode; pass mode="reverse" or "auto".')
     # Only reverse mode supports complex arguments with real outputs, in the convention of `jax.jacrev`.
     complex_too = mode != "forward" and inner is None and sparsity is None
-    modes = (mode,) if other_mode is None else (mode, other_mode)
 
     def prepare(args: Any, kwargs: Any, inner: str | None = inner, inner_chunk: int | None = None) -> Call:
         """Return the `Call` of `fun`, or of its Jacobian in mode `inner`."""
@@ -312,6 +311,12 @@ def jacobian_of(
         call = Call(api, differentiated, positions, has_aux, args, kwargs, holomorphic=holomorphic)
         call.check_floating(complex_too=complex_too, allow_int=allow_int)
         return call
+
+    def possible(call: Call) -> str:
+        """Return the mode, or `other_mode` if forward mode cannot differentiate a call (with a `jax.custom_vjp`)."""
+        if other_mode is None or refusal(partial(product_in("forward", call), call.primals), call.primals) is None:
+            return mode
+        return other_mode
 
     def nest(call: Call, out: Any, blocks: list[list[Any]]) -> Any:
         """Arrange blocks, one for each pair of an output and an input array, in the structure of the result."""
@@ -345,16 +350,11 @@ def jacobian_of(
             return compute(call, dense_evaluator(api, call, mode, row_axis), args, kwargs)
 
         with mesh_of((args, kwargs)):  # for arrays sharded over explicit axes of a mesh that is not set
-            for one in modes:
-                try:
-                    if sparsity is not None:
-                        found = compute(call, sparse_of(call, args, kwargs, one)[0], args, kwargs)
-                    else:
-                        found = in_cheaper_mode(api, call, dense, origin) if one == "auto" else dense(one)
-                    break
-                except TypeError:  # a jax.custom_vjp, which has reverse mode only
-                    if one == modes[-1]:
-                        raise
+            chosen = possible(call)
+            if sparsity is not None:
+                found = compute(call, sparse_of(call, args, kwargs, chosen)[0], args, kwargs)
+            else:
+                found = in_cheaper_mode(api, call, dense, origin) if chosen == "auto" else dense(chosen)
             out, blocks, rest = found
             aux = call.finish(rest)
             result = nest(call, out, blocks)
@@ -373,12 +373,12 @@ def jacobian_of(
             """Return the mode for these arguments, and the reason."""
             call = prepare(args, kwargs)
             with mesh_of((args, kwargs)):
-                refused = refused_modes(call, output_shapes(api, call)) if len(modes) > 1 else {}
+                chosen = possible(call)
                 if sparsity is not None:
-                    return sparse_of(call, args, kwargs, next(x for x in modes if x not in refused))[1]
+                    return sparse_of(call, args, kwargs, chosen)[1]
                 choice = choose_mode(api, call)
             asked = f'mode="{mode}" was passed' if inner is None else f"the outer Jacobian is in {mode} mode"
-            return choice if mode == "auto" or mode in refused else choice._replace(mode=mode, why=asked)
+            return choice if mode == "auto" or chosen != mode else choice._replace(mode=mode, why=asked)
 
         wrapped.explain = explain
     return wrapped

@@ -94,9 +94,9 @@ def with_precision(
         chosen -= ruled
         for path, x in nodes.items():
             if is_parameter(x):
-                length, module = holder(nodes, path)
+                length, owner = holder(nodes, path)
                 if path[:length] in chosen:
-                    _check_computed(dotted(path), x, module, kept)
+                    _check_computed(dotted(path), x, owner, kept)
         # Flax layers read `dtype` in each call. A shared module is one object, which can have only one dtype.
         first: dict[int, Any] = {}
         for path, node in nodes.items():
