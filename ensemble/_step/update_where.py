@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ...transforms._core.compat import JaxprEqn, Var
-from ...transforms._core.jaxpr import evaluate, interpret
+from ...transforms._core.jaxpr import aval, evaluate, interpret
 from ...transforms._core.prng import is_key
 from ...transforms._core.target import platform
 
@@ -55,6 +55,8 @@ def update_where(takes: jax.Array, update: Callable[[], Any], old: Any) -> Any:
 
     found = interpret(closed.jaxpr, closed.consts, [], visit)
     done = [isinstance(x, Var) and x in selected for x in outputs]
+    # A constant that `update` returns, such as a flag that is off after the first step, is a Python number here.
+    found = [jnp.asarray(x, aval(of).dtype) for x, of in zip(found, outputs, strict=True)]
     kept = [x if d else select(x, y) for x, y, d in zip(found, olds, done, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(new), kept)
 

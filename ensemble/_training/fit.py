@@ -353,9 +353,10 @@ def _read(
     """Read a checkpoint, and return what its settings differ in; raise if they do, unless `resume` allows it."""
     about = checkpoint.manifest
     differences = _different_settings(checkpoint, settings)
-    check_same_run(f"{checkpoint}", differences, resume)
-    with in_a_run():
+    # Before settings are compared: from a state of another structure, `resume=True` could not go on.
+    with in_a_run(differences):
         state, watched = read_run(checkpoint, like, watch.parts(0, like))
+    check_same_run(f"{checkpoint}", differences, resume)
     execution = Execution(*(about[x] for x in Execution._fields if x in about))
     return (state, checkpoint.history(), execution, watched, about.get("position")), checkpoint, differences
 

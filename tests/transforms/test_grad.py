@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 from plurax.ensemble import Ensemble
-from plurax.transforms import grad, jacobian, value_and_grad, vjp, vmap
+from plurax.transforms import clipped_grad, grad, hessian, jacobian, value_and_grad, vjp, vmap
 
 X = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
 BATCH = np.sin(np.arange(15.0, dtype=np.float32)).reshape(5, 3)
@@ -687,6 +687,42 @@ def test_integers_have_gradients_of_float0_as_in_jax(n: Any) -> None:
         chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
         chex.assert_trees_all_close(*(jax.tree.leaves(tree)[:-1] for tree in (found, expected)))
         assert jax.tree.leaves(found)[-1].dtype == jax.dtypes.float0
+
+
+class OfAnotherLibrary:
+    """A model, as those of Keras, or one of its variables: it says a dtype, but is no array."""
+
+    dtype = "float32"
+
+    def __call__(self, x: Any) -> Any:
+        return x
+
+
+class VariableOfAnotherLibrary:
+    dtype, shape = "float32", (3,)
+
+
+@pytest.mark.parametrize(
+    ("transform", "api"),
+    [
+        (grad, "grad"),
+        (functools.partial(clipped_grad, l2_clip_norm=1.0), "clipped_grad"),
+        (jacobian, "jacobian"),
+        (hessian, "hessian"),
+    ],
+)
+def test_models_and_variables_of_other_libraries_are_refused_by_name(transform: Any, api: str) -> None:
+    loss = lambda model, x: jnp.sum(x)
+    match = (
+        f"^{api}: argument `model` is .* of type OfAnotherLibrary, but only .* can be diff.*; pass a pytree of its arr"
+    )
+    with pytest.raises(TypeError, match=match):
+        transform(loss)(OfAnotherLibrary(), np.ones((2, 3), np.float32))
+    match = (
+        rf"^{api}: argument `model\[0\]` is .* shape \(3,\) and dtype float32, but only .* can be diff.*; convert it"
+    )
+    with pytest.raises(TypeError, match=match):
+        transform(loss)([VariableOfAnotherLibrary()], np.ones((2, 3), np.float32))
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ class Call:
             dtype = dtype_of(leaf)
             if dtype is not None and any(jnp.issubdtype(dtype, one) for one in kinds):
                 continue
-            cure = "convert it"
+            cure = "convert it" if dtype is not None or not callable(leaf) else "pass a pytree of its arrays"
             # A function that is not holomorphic has no complex derivative, but one with respect to each part.
             if dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating):
                 cure = "pass its real and imaginary parts as separate arguments"

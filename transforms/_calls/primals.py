@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import register_pytree_node
 
 from .._core.arguments import describe, leaf_name
@@ -124,7 +125,9 @@ register_pytree_node(Primals, _flatten, _unflatten)
 def dtype_of(x: Any) -> Any:
     """Return the dtype that JAX gives an array or a number, and None for anything else."""
     found = getattr(x, "dtype", None)
-    if found is None and not isinstance(x, (int, float, complex)):
+    # Models and variables of Keras have a dtype too, as a string.
+    is_array = isinstance(x, jax.Array) or (isinstance(found, np.dtype) and hasattr(x, "shape"))
+    if not is_array and not isinstance(x, (int, float, complex)):
         return None
     return found if found == jax.dtypes.float0 else jnp.result_type(x)
 

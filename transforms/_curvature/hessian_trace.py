@@ -16,7 +16,8 @@ from .._core.memory import check_budget, chunk_within
 from .._core.prng import check_key
 from .._core.weak_types import weak_like
 from .._jacobian.dense import by_array, in_form, map_slices
-from .products import gradient_of, seed_of
+from .._jacobian.mode import refusal
+from .products import hessian_product, seed_of
 
 P = ParamSpec("P")
 
@@ -158,7 +159,7 @@ def hutchinson_trace(
         call.check_floating(complex_too=False)
         inputs, treedef = jax.tree.flatten(call.primals)
         # E[s^T H s] = trace(H) for independent signs s: the gradient is linearized once, each sample is one H s.
-        _, push, (_, rest) = jax.linearize(gradient_of("hutchinson_trace", call), *call.primals, has_aux=True)
+        push, (_, rest) = hessian_product("hutchinson_trace", call)
 
         def sample(i: Any) -> list[jax.Array]:
             # The key depends on the sample's index only, so that the estimate does not depend on the chunk size.
@@ -245,15 +246,10 @@ def diagonal(api: str, call: Call, chunk_size: int | None) -> list[jax.Array]:
 
         return jax.jvp(slope, call.primals, direction)[1]
 
-    try:
+    if refusal(along, [jnp.asarray(x) for x in inputs]) is None:
         return entries_of(along)
-    except TypeError as refused:  # a jax.custom_vjp, which has reverse mode only
-        try:
-            push = jax.linearize(gradient_of(api, call), *call.primals, has_aux=True)[1]
-
-            return entries_of(partial(_along_itself, push, treedef))
-        except TypeError:
-            raise refused from None
+    # A jax.custom_vjp has reverse mode only.
+    return entries_of(partial(_along_itself, hessian_product(api, call)[0], treedef))
 
 
 def _along_itself(push: Callable[..., Any], treedef: Any, vector: list[Any]) -> jax.Array:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from .._calls.call import Call
 from .._core.arguments import check_choice
 from .._grad import scalar_seed
+from .._jacobian.mode import refusal
 from .._linear import all_of
 
 Mode = Literal["auto", "fwd_rev", "rev_rev", "rev_fwd"]
@@ -25,7 +26,8 @@ def hvp(fun: Callable[..., Any], primals: Any, tangents: Any, *, mode: Mode = "a
       tangents: one tangent for each primal, in the same form, with its structure, shapes and dtypes.
       mode: "fwd_rev" differentiates the gradient along the tangents, "rev_rev" takes the gradient of the gradient's
         product with them, "rev_fwd" the gradient of the derivative along them. "auto" is "fwd_rev", which needs the
-        least time and memory.
+        least time and memory, or "rev_rev" if the gradient has no forward mode (a `jax.custom_vjp` whose rule calls
+        another).
       has_aux: whether `fun` returns `(output, aux)`; the result is then `(product, aux)`.
 
     Returns:
@@ -88,8 +90,7 @@ def value_grad_and_hvp(
 def vhp(fun: Callable[..., Any], primals: Any, cotangents: Any, *, has_aux: bool = False) -> Any:
     """Compute the product of a vector with the Hessian of a scalar function, in reverse over reverse mode.
 
-    The Hessian is symmetric, so this equals `hvp` with `mode="rev_rev"`. Use it for functions whose gradient cannot be
-    differentiated in forward mode, such as one with a `jax.custom_vjp` rule that calls another.
+    The Hessian is symmetric, so this equals `hvp` with `mode="rev_rev"`.
 
     Args:
       fun: as for `hvp`.
@@ -158,12 +159,17 @@ def gnvp(model: Callable[..., Any], loss: Callable[..., Any], primals: Any, tang
     call.check_floating()
     tangents = call.form.tangents(tangents)
     # One linearization of the call serves both directions, so the model runs once.
-    out, push, rest = jax.linearize(call, *call.primals, has_aux=True)
+    if _has_forward_mode(call, call.primals, tangents):
+        out, push, rest = jax.linearize(call, *call.primals, has_aux=True)
+        # J^T is the transpose of the linearized model, so residuals are kept only once.
+        transposed = jax.linear_transpose(lambda tangents: push(*tangents), call.primals)
+        pushed, pull = push(*tangents), lambda vector: transposed(vector)[0]
+    else:
+        out, pull, rest = jax.vjp(call, *call.primals, has_aux=True)
+        (pushed,) = jax.linear_transpose(pull, out)(tangents)
     call.finish(rest)
-    # J^T is the transpose of the linearized model, so residuals are kept only once.
-    pull = jax.linear_transpose(lambda tangents: push(*tangents), call.primals)
-    (curved,) = _value_grad_and_hvp("gnvp", loss, (out,), (push(*tangents),), "auto", False)[2]
-    (products,) = pull(curved)
+    (curved,) = _value_grad_and_hvp("gnvp", loss, (out,), (pushed,), "auto", False)[2]
+    products = pull(curved)
     found = call.form.gradients(products)
     return found[0] if bare else found
 
@@ -193,6 +199,21 @@ def gradient_of(api: str, call: Call) -> Callable[..., Any]:
     return gradient
 
 
+def hessian_product(api: str, call: Call) -> tuple[Callable[..., Any], Any]:
+    """Return a function of tangents that returns their products with the Hessian, and `(value, rest)` of the call."""
+    gradient = gradient_of(api, call)
+    if _has_forward_mode(gradient, call.primals, call.primals):
+        _, push, rest = jax.linearize(gradient, *call.primals, has_aux=True)
+        return push, rest
+    _, pull, rest = jax.vjp(gradient, *call.primals, has_aux=True)
+    return lambda *tangents: pull(tangents), rest
+
+
+def _has_forward_mode(fun: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> bool:
+    """Return whether forward mode can differentiate a function with an auxiliary output: not if it has a custom_vjp."""
+    return refusal(lambda tangents: jax.jvp(fun, primals, tangents, has_aux=True)[1], tangents) is None
+
+
 def seed_of(api: str, value: Any) -> Any:
     """Return the cotangent 1 of a scalar; raise if the value is not one real scalar."""
     return scalar_seed(f"{api}: fun", value, "reduce it, or return other values with has_aux=True")
@@ -206,6 +227,11 @@ def _forward_over_reverse(api: str, call: Call, tangents: tuple[Any, ...]) -> An
 def _reverse_over_reverse(api: str, call: Call, tangents: tuple[Any, ...]) -> Any:
     gradients, pull, (value, rest) = jax.vjp(gradient_of(api, call), *call.primals, has_aux=True)
     return value, gradients, pull(tangents), rest
+
+
+def _forward_or_reverse_over_reverse(api: str, call: Call, tangents: tuple[Any, ...]) -> Any:
+    forward = _has_forward_mode(gradient_of(api, call), call.primals, tangents)
+    return (_forward_over_reverse if forward else _reverse_over_reverse)(api, call, tangents)
 
 
 def _reverse_over_forward(api: str, call: Call, tangents: tuple[Any, ...]) -> Any:
@@ -223,7 +249,7 @@ def _reverse_over_forward(api: str, call: Call, tangents: tuple[Any, ...]) -> An
 
 
 _MODES: dict[Mode, Callable[[str, Call, tuple[Any, ...]], Any]] = {
-    "auto": _forward_over_reverse,
+    "auto": _forward_or_reverse_over_reverse,
     "fwd_rev": _forward_over_reverse,
     "rev_rev": _reverse_over_reverse,
     "rev_fwd": _reverse_over_forward,

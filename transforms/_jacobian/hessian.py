@@ -32,7 +32,8 @@ def hessian(
       argnums: as for `jacfwd`.
       has_aux: whether `fun` returns `(output, aux)`; the result is then `(hessian, aux)`.
       mode: the modes of the outer and the inner Jacobian: "fwd_rev", "rev_rev", "fwd_fwd" or "rev_fwd". The results are
-        equal; "auto" is "fwd_rev", whose columns are derivatives of one gradient.
+        equal; "auto" is "fwd_rev", whose columns are derivatives of one gradient, or "rev_rev" if the gradient has no
+        forward mode (a `jax.custom_vjp` whose rule calls another).
       chunk_size: the number of columns (rows, if the outer mode is "rev") to compute at a time.
       memory_budget: as for `jacfwd`, for both Jacobians together: the outer one is computed in chunks, and if a single
         column needs too much memory, the inner one too.
@@ -76,4 +77,5 @@ def hessian(
     outer, inner = ("fwd_rev" if mode == "auto" else mode).split("_")
     modes = {"fwd": "forward", "rev": "reverse"}
     how: Any = {"inner": modes[inner], "sparsity": sparsity, "check": check, "holomorphic": holomorphic}
+    how["other_mode"] = "reverse" if mode == "auto" else None
     return jacobian_of("hessian", fun, argnums, has_aux, modes[outer], chunk_size, memory_budget, **how)

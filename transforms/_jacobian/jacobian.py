@@ -15,7 +15,15 @@ from .._core.memory import check_budget, chunk_within
 from ._sparse.compressed import sparse_evaluator
 from ._sparse.pattern import check_sparsity, has_symmetric_hessian
 from .dense import in_form, mesh_of
-from .mode import Evaluator, ModeChoice, choose_mode, dense_evaluator, in_cheaper_mode
+from .mode import (
+    Evaluator,
+    ModeChoice,
+    choose_mode,
+    dense_evaluator,
+    in_cheaper_mode,
+    product_in,
+    refusal,
+)
 
 P = ParamSpec("P")
 Mode = Literal["auto", "forward", "reverse"]
@@ -273,12 +281,14 @@ def jacobian_of(
     holomorphic: bool = False,
     allow_int: bool = False,
     origin: tuple[Any, Any] | None = None,
+    other_mode: str | None = None,
 ) -> Any:
     """Return the Jacobian transform that all public transforms here share; errors begin with `api`.
 
     In reverse mode the axes of the output come before axis `row_axis` of each argument. With `inner`, return the
     Jacobian of the Jacobian in that mode. If `fun` is a new wrapper in each call, `origin` is the key under which the
-    chosen mode is remembered: the user's function and a hashable value.
+    chosen mode is remembered: the user's function and a hashable value. If forward mode cannot differentiate `fun`, the
+    Jacobian is taken in `other_mode`, if there is one.
     """
     check_choice(api, "mode", mode, get_args(Mode))
     check_callable(api, fun)
@@ -302,11 +312,17 @@ def jacobian_of(
         call.check_floating(complex_too=complex_too, allow_int=allow_int)
         return call
 
+    def possible(call: Call) -> str:
+        """Return the mode, or `other_mode` if forward mode cannot differentiate a call (with a `jax.custom_vjp`)."""
+        if other_mode is None or refusal(partial(product_in("forward", call), call.primals), call.primals) is None:
+            return mode
+        return other_mode
+
     def nest(call: Call, out: Any, blocks: list[list[Any]]) -> Any:
         """Arrange blocks, one for each pair of an output and an input array, in the structure of the result."""
         return jax.tree.unflatten(jax.tree.structure(out), [in_form(argnums, call, row) for row in blocks])
 
-    def sparse_of(call: Call, args: Any, kwargs: Any) -> tuple[Evaluator, ModeChoice]:
+    def sparse_of(call: Call, args: Any, kwargs: Any, mode: str) -> tuple[Evaluator, ModeChoice]:
         # Whether the Hessian is symmetric depends on the innermost function: custom rules may be inconsistent.
         symmetric = inner is not None and has_symmetric_hessian(prepare(args, kwargs, None))
         return sparse_evaluator(api, call, partial(nest, call), sparsity, check, mode, symmetric)
@@ -334,10 +350,11 @@ def jacobian_of(
             return compute(call, dense_evaluator(api, call, mode, row_axis), args, kwargs)
 
         with mesh_of((args, kwargs)):  # for arrays sharded over explicit axes of a mesh that is not set
+            chosen = possible(call)
             if sparsity is not None:
-                found = compute(call, sparse_of(call, args, kwargs)[0], args, kwargs)
+                found = compute(call, sparse_of(call, args, kwargs, chosen)[0], args, kwargs)
             else:
-                found = in_cheaper_mode(api, call, dense, origin) if mode == "auto" else dense(mode)
+                found = in_cheaper_mode(api, call, dense, origin) if chosen == "auto" else dense(chosen)
             out, blocks, rest = found
             aux = call.finish(rest)
             result = nest(call, out, blocks)
@@ -345,7 +362,7 @@ def jacobian_of(
 
     def rebuild(fun: Callable[..., Any]) -> Any:
         options: Any = {"row_axis": row_axis, "inner": inner, "sparsity": sparsity, "check": check}
-        options |= {"holomorphic": holomorphic, "allow_int": allow_int}
+        options |= {"holomorphic": holomorphic, "allow_int": allow_int, "other_mode": other_mode}
         return jacobian_of(api, fun, argnums, has_aux, mode, chunk_size, memory_budget, **options)
 
     # `jacfwd`, `jacrev` and `batch_jacobian` return a plain function: there is no choice to explain.
@@ -356,11 +373,12 @@ def jacobian_of(
             """Return the mode for these arguments, and the reason."""
             call = prepare(args, kwargs)
             with mesh_of((args, kwargs)):
+                chosen = possible(call)
                 if sparsity is not None:
-                    return sparse_of(call, args, kwargs)[1]
+                    return sparse_of(call, args, kwargs, chosen)[1]
                 choice = choose_mode(api, call)
             asked = f'mode="{mode}" was passed' if inner is None else f"the outer Jacobian is in {mode} mode"
-            return choice if mode == "auto" else choice._replace(mode=mode, why=asked)
+            return choice if mode == "auto" or chosen != mode else choice._replace(mode=mode, why=asked)
 
         wrapped.explain = explain
     return wrapped

@@ -76,6 +76,20 @@ def product_in(mode: str, call: Call) -> Callable[[Any, Any], Any]:
     return lambda primals, cotangents: jax.vjp(fun, *primals)[1](cotangents)
 
 
+def refusal(product: Callable[[Any], Any], vectors: Any) -> Exception | None:
+    """Return the error of JAX if it cannot compute a product of a derivative with vectors like these, or None."""
+    try:
+        try:
+            # Under `vmap`, as in the Jacobian, because some rules are missing only for a mapped derivative. Without it,
+            # forward mode of a `jax.custom_vjp` inside of a `jit` would raise only when that is compiled.
+            jax.eval_shape(jax.vmap(product), jax.tree.map(_batch_of_one, vectors))
+        except NeedsValues:  # test the branch that these values take
+            product(jax.tree.map(jnp.zeros_like, vectors))
+    except _NO_DERIVATIVE as error:
+        return error
+    return None
+
+
 def refused_modes(call: Call, out: Any) -> dict[str, str]:
     """Return the mode that cannot differentiate this call, if any, with the reason; raise if neither mode can."""
     if not call.holomorphic:
@@ -85,15 +99,7 @@ def refused_modes(call: Call, out: Any) -> dict[str, str]:
             return {"reverse": "the output is complex, but reverse mode needs real outputs"}
     errors: dict[str, Exception] = {}
     for mode, vectors in (("forward", call.primals), ("reverse", out)):
-        product = product_in(mode, call)
-        try:
-            try:
-                # Under `vmap`, as in the Jacobian, because some rules are missing only for a mapped derivative.
-                mapped = jax.vmap(partial(product, call.primals))
-                jax.eval_shape(mapped, jax.tree.map(_batch_of_one, vectors))
-            except NeedsValues:  # test the branch that these values take
-                product(call.primals, jax.tree.map(jnp.zeros_like, vectors))
-        except _NO_DERIVATIVE as error:
+        if (error := refusal(partial(product_in(mode, call), call.primals), vectors)) is not None:
             errors[mode] = error
     if len(errors) == 2:
         raise errors["forward"]

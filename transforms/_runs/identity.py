@@ -136,7 +136,8 @@ class Identity:
                 if same:
                     self._program = written
                     return
-                self.differences.append("its steps run another program, because the loss or the optimizer differs")
+                parts = "the loss, the optimizer, or an attribute of the model, such as a dropout rate"
+                self.differences.append(f"its steps run another program, because of {parts}")
                 check_same_run(self._where, self.differences, self._resume)
             self._program = {"shapes": shapes, "digest": digest_for(shapes)}
 
@@ -166,15 +167,15 @@ def check_same_run(where: str, differences: Sequence[str], resume: bool) -> None
 
 
 @contextmanager
-def in_a_run() -> Iterator[None]:
-    """Add to an error about a checkpoint of another structure how a run can go on."""
+def in_a_run(differences: Sequence[str] = ()) -> Iterator[None]:
+    """Add to an error about a checkpoint of another structure how a run can go on, and what else differs."""
     try:
         yield
     except Damaged:
         raise
     except OtherStructure as error:
         # In a run, what is read into is the state, and `resume=True` could not go on either.
-        found = f"its state has {error.has}, but `state` has {error.like}"
+        found = "; ".join([*differences, f"its state has {error.has}, but `state` has {error.like}"])
         remedy = "Use another checkpoint_dir or the settings of that run, or pass resume=False to start from `state`."
         raise ValueError(f"{error.where} is of another run: {found}. {remedy}") from error
     except ValueError as error:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from .._core.arguments import describe, leaf_name
+from .._core.arguments import describe, leaf_name, short
 
 
 class Lookahead(NamedTuple):
@@ -39,7 +41,8 @@ def as_transform(optimizer: Any) -> Any:
 
     def init(params: Any) -> Any:
         pair = optax.LookaheadParams.init_synced(params)
-        return Lookahead(params, inner.init(pair)) if _looks_ahead(inner.init, pair) else inner.init(params)
+        with _naming_masks(params):
+            return Lookahead(params, inner.init(pair)) if _looks_ahead(inner.init, pair) else inner.init(params)
 
     def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if not isinstance(state, Lookahead):
@@ -61,8 +64,26 @@ def _looks_ahead(init: Callable[[Any], Any], pair: Any) -> bool:
         state = jax.eval_shape(init, pair)
     except Exception:
         return False
-    is_own = lambda x: isinstance(x, optax.LookaheadState)  # noqa: E731
-    return any(map(is_own, jax.tree.leaves(state, is_leaf=is_own)))
+    # One inside a `Lookahead` has its pairs already, as in `averages.collect(optax.lookahead(...))`.
+    found = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, (optax.LookaheadState, Lookahead)))
+    return any(isinstance(x, optax.LookaheadState) for x in found)
+
+
+@contextmanager
+def _naming_masks(params: Any) -> Iterator[None]:
+    """Say in an error of JAX about two structures that masks and labels must have that of the parameters.
+
+    Those of an `nnx.Optimizer` are often an `nnx.State`, but parameters are nested dicts here.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if not re.search("structure|mismatch", str(error)):
+            raise
+        like = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", params)
+        differs = f"a mask or labels have another structure than the parameters, which are {short(like)}"
+        cure = "pass a function of the parameters, such as lambda params: jax.tree.map(lambda x: x.ndim > 1, params)"
+        raise ValueError(f"optimizer: {differs}; {cure}.") from error
 
 
 def check_opt_state(api: str, state: Any, init: Callable[[Any], Any], params: Any, checked: set[Any]) -> None:

@@ -8,6 +8,8 @@ changes.
   module that owns a variable. All other files here use it.
 - `_parameters.py`: `named_parameters`; `freeze` and `unfreeze`, which exclude parameters from training as variables of
   kind `Frozen` and undo this; selection of variables by a Flax filter, a name or a kind.
+- `_layers.py`: the layers that a function changes, chosen by a filter and by rules, and the error for one of an unknown
+  class.
 - `_adapters.py`: `batch_ensemble`, `tabm` and `lora`: few parameters of its own for each member of an ensemble, around
   kernels of kind `Base`, which all members share.
 - `_precision.py`: `with_precision`, the dtype in which layers compute.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .._core.arguments import check_count, check_number, describe
-from .._models.split_model import Model
-from ._parameters import matching
-from ._places import Path, check_module, enclosing, places, with_modules
+from .._models.split_model import Model, dotted
+from ._layers import Rules, by_rule, check_known, check_layer_rules, selected, unknown_layers, with_rule
+from ._places import Path, check_module, places, rule_for, with_modules
 
 _LAYERS = (nnx.Linear, nnx.Conv)
 
@@ -67,7 +67,14 @@ class LowRankLayer(nnx.Module):
         return self.layer(x) + self.scale * self.up(self.down(x))
 
 
-def batch_ensemble(model: Model, *, rngs: nnx.Rngs, where: Any = None, init: Callable[..., Any] | None = None) -> Model:
+def batch_ensemble(
+    model: Model,
+    *,
+    rngs: nnx.Rngs,
+    where: Any = None,
+    rules: Rules | None = None,
+    init: Callable[..., Any] | None = None,
+) -> Model:
     """Give linear and convolutional layers scales of their inputs and outputs, and let their kernels be shared.
 
     A member of an ensemble then has the kernel W ∘ r sᵀ, of which r, s and the bias are its own.
@@ -75,16 +82,23 @@ def batch_ensemble(model: Model, *, rngs: nnx.Rngs, where: Any = None, init: Cal
     Args:
       model: an NNX module.
       rngs: draws the scales, by its stream `params`.
-      where: a filter, as for `freeze`, of `nnx.Linear` and `nnx.Conv` layers; None for all of them.
+      where: a filter, as for `freeze`, of layers; None for all of them.
+      rules: a dict from kinds of layers to functions, each from a copy of such a layer, which it may change, to the
+        layer in its place. What is in such a layer is left to the function. A subclass's entry overrides its base
+        class's.
       init: an initializer of the scales; None for random signs.
 
     Returns:
-      A new module in which these layers are `ScaledLayer`s. Their kernels are of kind `Base`, scales and biases of kind
-      `Adapter`; everything else is unchanged. `Ensemble.create(..., shared=Base)` stores the kernels once.
+      A new module in which `nnx.Linear` and `nnx.Conv` layers are `ScaledLayer`s. Their kernels are of kind `Base`,
+      scales and biases of kind `Adapter`. `Ensemble.create(..., shared=Base)` stores the kernels once. Norms and
+      embeddings of Flax, and parameters of one dimension, stay as they are: each member has its own, unless they are
+      shared too (`shared=(Base, nnx.Embed)`) or frozen (`freeze(model, nnx.Embed)`).
 
     Raises:
-      TypeError: `model` is not a module, or `where` not a filter; a layer is in a plain list or tuple.
-      ValueError: the filter selects no layer.
+      TypeError: `model` is not a module, `where` not a filter, or `rules` not such a dict; a layer is in a plain list
+        or tuple; a rule returns no module.
+      ValueError: the filter selects no layer, or one of another class that has a parameter of two or more dimensions
+        itself and no rule; the model has no layer of a kind in `rules`.
 
     Cost:
       Two products by elements around each layer.
@@ -107,10 +121,20 @@ def batch_ensemble(model: Model, *, rngs: nnx.Rngs, where: Any = None, init: Cal
         outputs = draw(rngs.params(), (layer.out_features,), layer.param_dtype)
         return ScaledLayer(_as_base(layer), inputs, outputs, _taken_bias(layer))
 
-    return with_modules("batch_ensemble", model, _chosen("batch_ensemble", model, where), scaled)
+    nodes, rules = _nodes_and_rules("batch_ensemble", model, rules)
+    return _adapted("batch_ensemble", model, nodes, _chosen("batch_ensemble", nodes, rules, where), rules, scaled)
 
 
-def tabm(model: Model, *, first: Any, head: Any, rngs: nnx.Rngs, mini: bool = False) -> Model:
+def tabm(
+    model: Model,
+    *,
+    first: Any,
+    head: Any,
+    rngs: nnx.Rngs,
+    mini: bool = False,
+    where: Any = None,
+    rules: Rules | None = None,
+) -> Model:
     """Turn a network into a member of a TabM: an ensemble that shares all kernels but that of the head.
 
     Args:
@@ -120,13 +144,17 @@ def tabm(model: Model, *, first: Any, head: Any, rngs: nnx.Rngs, mini: bool = Fa
       rngs: draws the signs, by its stream `params`.
       mini: whether the scales of the first layer's inputs and the head are all that a member has; otherwise each linear
         layer but the head has scales of inputs and outputs, which are ones, and a bias of its own.
+      where: a filter of the layers that members share; None for all but the head.
+      rules: as for `batch_ensemble`, for layers other than the first and the head.
 
     Returns:
-      A new module, whose shared parameters are of kind `Base`, for `Ensemble.create(..., shared=Base)`.
+      A new module, whose shared parameters are of kind `Base`, for `Ensemble.create(..., shared=Base)`. What else there
+      is stays as for `batch_ensemble`.
 
     Raises:
       TypeError: as for `batch_ensemble`.
-      ValueError: a filter selects no layer; `first` and `head` select the same one.
+      ValueError: as for `batch_ensemble`; `first` and `head` select the same layer; `first` selects one that `where`
+        leaves out, that has a rule, or that is no `nnx.Linear` or `nnx.Conv`.
 
     Cost:
       As for `batch_ensemble`.
@@ -144,7 +172,8 @@ def tabm(model: Model, *, first: Any, head: Any, rngs: nnx.Rngs, mini: bool = Fa
       >>> Ensemble.create(make, 32, seed=0, shared=Base)
       Ensemble of 32 × Sequential, 73 parameters each, 576 shared
     """
-    firsts, heads = _chosen("tabm", model, first, "first"), _chosen("tabm", model, head, "head")
+    nodes, rules = _nodes_and_rules("tabm", model, rules)
+    firsts, heads = (_chosen("tabm", nodes, rules, x, name) for x, name in ((first, "first"), (head, "head")))
     if both := firsts & heads:
         raise ValueError(f"tabm: first and head select the same layer, {sorted(both, key=str)[0]}; name two.")
 
@@ -158,10 +187,17 @@ def tabm(model: Model, *, first: Any, head: Any, rngs: nnx.Rngs, mini: bool = Fa
         ones = [jnp.ones((size,), layer.param_dtype) for size in (layer.in_features, layer.out_features)]
         return ScaledLayer(_as_base(layer), ones[0] if inputs is None else inputs, ones[1], _taken_bias(layer))
 
-    return with_modules("tabm", model, _chosen("tabm", model, None) - heads, shared)
+    chosen = _chosen("tabm", nodes, rules, where) - heads
+    for path in firsts:
+        if path not in chosen or not isinstance(nodes[path], _LAYERS) or rule_for(nodes[path], rules) is not None:
+            wanted = "an nnx.Linear or nnx.Conv that where selects and that has no rule"
+            raise ValueError(f"tabm: first must select {wanted}, but selects `{dotted(path)}`; name another layer.")
+    return _adapted("tabm", model, nodes, chosen, rules, shared)
 
 
-def lora(model: Model, rank: int, *, rngs: nnx.Rngs, where: Any = None, scale: float = 1.0) -> Model:
+def lora(
+    model: Model, rank: int, *, rngs: nnx.Rngs, where: Any = None, rules: Rules | None = None, scale: float = 1.0
+) -> Model:
     """Add a product of low rank to linear and convolutional layers: W + scale · A B, where B starts as zeros.
 
     Args:
@@ -169,11 +205,13 @@ def lora(model: Model, rank: int, *, rngs: nnx.Rngs, where: Any = None, scale: f
       rank: the rank.
       rngs: draws A, by its stream `params`.
       where: as for `batch_ensemble`.
+      rules: as for `batch_ensemble`.
       scale: α / rank in the paper.
 
     Returns:
       A new module that computes the same as `model`. A and B are of kind `nnx.LoRAParam`, the layers' own parameters of
-      kind `Base`; `freeze(model, Base)` excludes these from training.
+      kind `Base`; `freeze(model, Base)` excludes these from training. Norms and embeddings of Flax, and parameters of
+      one dimension, stay as they are and train in full; `freeze(model, nnx.Not(nnx.LoRAParam))` excludes them too.
 
     Raises:
       TypeError, ValueError: as for `batch_ensemble`; a rank that is not a positive int, or a scale that is no number.
@@ -195,7 +233,9 @@ def lora(model: Model, rank: int, *, rngs: nnx.Rngs, where: Any = None, scale: f
     check_count("lora", "rank", rank)
     check_number("lora", "scale", scale, lambda _: True, "a number")
 
-    def low_rank(_: Path, layer: Any) -> LowRankLayer:
+    def low_rank(path: Path, layer: Any) -> LowRankLayer:
+        if isinstance(layer, nnx.Conv) and layer.feature_group_count != 1:
+            raise ValueError(f"lora: {describe(path)} is a grouped convolution; leave it out of where.")
         options: dict[str, Any] = {"use_bias": False, "param_dtype": layer.param_dtype, "dtype": layer.dtype}
         draw = nnx.initializers.he_uniform()
         if isinstance(layer, nnx.Conv):
@@ -208,29 +248,45 @@ def lora(model: Model, rank: int, *, rngs: nnx.Rngs, where: Any = None, scale: f
             part.kernel = nnx.LoRAParam(part.kernel.get_raw_value())
         return LowRankLayer(_as_base(layer, bias=True), down, up, scale)
 
-    return with_modules("lora", model, _chosen("lora", model, where), low_rank)
+    nodes, rules = _nodes_and_rules("lora", model, rules)
+    return _adapted("lora", model, nodes, _chosen("lora", nodes, rules, where), rules, low_rank)
 
 
 _OF_CONV = ("kernel_size", "strides", "padding", "input_dilation", "kernel_dilation")
 
 
-def _chosen(api: str, model: Any, where: Any, name: str = "where") -> set[Path]:
-    """Return all paths of the linear and convolutional layers that a filter selects; raise if there are none."""
+def _nodes_and_rules(api: str, model: Any, rules: Any) -> tuple[dict[Path, Any], Rules]:
+    """Return the modules and variables of a model by path, and the checked rules."""
     check_module(api, model)
     nodes = places(model)
-    layers = {path: x for path, x in nodes.items() if isinstance(x, _LAYERS)}
-    if where is not None:
-        matches = matching(api, where, name)
-        # By identity: a layer with several paths is selected if any of them is.
-        selected = {id(x) for path, x in layers.items() if matches(path, enclosing(nodes, path), x)}
-        layers = {path: x for path, x in layers.items() if id(x) in selected}
-    if not layers:
-        found = f"{name} selects no nnx.Linear or nnx.Conv of {type(model).__name__}"
-        raise ValueError(f"{api}: {found}; name a layer, such as 'layers.0', or a kind of layers.")
-    for path, x in layers.items():
-        if isinstance(x, nnx.Conv) and x.feature_group_count != 1 and api == "lora":
-            raise ValueError(f"{api}: {describe(path)} is a grouped convolution; leave it out of where.")
-    return set(layers)
+    return nodes, check_layer_rules(api, rules, nodes)
+
+
+def _chosen(api: str, nodes: Mapping[Path, Any], rules: Rules, where: Any, name: str = "where") -> set[Path]:
+    """Return all paths of the layers that a filter selects, of unknown classes too; raise if there are none."""
+    layers = {path for path, x in nodes.items() if isinstance(x, _LAYERS)} | with_rule(nodes, nodes, rules)
+    found = selected(api, nodes, layers | unknown_layers(nodes).keys(), rules, where, name)
+    if not found:
+        none = f"{name} selects no nnx.Linear or nnx.Conv of {type(nodes[()]).__name__}"
+        raise ValueError(f"{api}: {none}; name a layer, such as 'layers.0', or a kind of layers.")
+    return found
+
+
+def _adapted(
+    api: str,
+    model: Any,
+    nodes: Mapping[Path, Any],
+    chosen: set[Path],
+    rules: Rules,
+    new: Callable[[Path, Any], Any],
+) -> Any:
+    """Return a copy of a model with the chosen layers replaced: by their rules, else by the results of `new`."""
+    check_known(api, nodes, chosen, rules)
+
+    def replacement(path: Path, layer: Any) -> Any:
+        return new(path, layer) if rule_for(layer, rules) is None else by_rule(api, rules, layer)
+
+    return with_modules(api, model, chosen, replacement)
 
 
 def _as_base(layer: Any, *, bias: bool = False) -> Any:

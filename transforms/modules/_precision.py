@@ -12,12 +12,29 @@ from flax import nnx
 
 from .._core.arguments import describe
 from .._models.split_model import Model, dotted
+from ._layers import Rules, by_rule, check_layer_rules, selected, with_rule
 from ._parameters import is_parameter
-from ._places import SEEKERS, WEIGHT_NORMS, apply_to_module, check_rules, enclosing, holder, places, replaced, rule_for
+from ._places import (
+    SEEKERS,
+    WEIGHT_NORMS,
+    apply_to_module,
+    check_rules,
+    enclosing,
+    holder,
+    places,
+    replaced,
+    rule_for,
+    with_modules,
+)
 
 
 def with_precision(
-    model: Model, dtype: Any, *, keep: Mapping[type, Any] = MappingProxyType({nnx.BatchNorm: jnp.float32})
+    model: Model,
+    dtype: Any,
+    *,
+    keep: Mapping[type, Any] = MappingProxyType({nnx.BatchNorm: jnp.float32}),
+    where: Any = None,
+    rules: Rules | None = None,
 ) -> Model:
     """Set the dtype in which the layers of a module compute.
 
@@ -34,16 +51,21 @@ def with_precision(
         BatchNorm always keeps its running statistics in float32, but in half precision it would round its inputs before
         computing them, and the statistics in normalization. None leaves a module unchanged (but not the layers in it),
         for modules that cast their parameters themselves. Passing `keep` replaces the default.
+      where: a filter, as for `freeze`, of the modules that change; None for all of them.
+      rules: a dict from kinds of modules to functions, each from a copy of such a module, which it may change, to the
+        module in its place. What is in such a module is left to the function. A subclass's entry overrides its base
+        class's. In an ensemble, the arrays of these modules have all members along axis 0.
 
     Returns:
       A new module (or ensemble) with separate variables and shared arrays. Its inputs and outputs are as if the layers
       had been built with this dtype: an `nnx.RNN` of an `nnx.SimpleCell` needs `initial_carry` in that dtype.
 
     Raises:
-      TypeError: `model` is not a module; a dtype is not floating-point; `keep` is not a dict with kinds of modules as
-        keys.
+      TypeError: `model` is not a module; a dtype is not floating-point; `where` is not a filter; `keep` or `rules` is
+        not a dict with kinds of modules as keys; a rule returns no module.
       ValueError: a module with parameters has no attribute `dtype` that sets how it computes, or has complex
-        parameters; a shared module would have to compute in two dtypes; float64 without `jax_enable_x64`.
+        parameters; a shared module would have to compute in two dtypes; float64 without `jax_enable_x64`; `where`
+        selects no module that changes; the model has no module of a kind in `rules`.
 
     Source:
       Micikevicius et al. 2018, "Mixed Precision Training"; `mindspore.nn.Cell.to_float`.
@@ -65,13 +87,20 @@ def with_precision(
         """Return a copy of a module whose layers compute in the dtype."""
         copy = replaced(module, lambda _, x: x)
         nodes = places(copy)
+        functions = check_layer_rules("with_precision", rules, nodes)
+        modules = {path for path, x in nodes.items() if isinstance(x, nnx.Pytree)}
+        chosen = selected("with_precision", nodes, modules, functions, where)
+        ruled = with_rule(nodes, chosen, functions)
+        chosen -= ruled
         for path, x in nodes.items():
             if is_parameter(x):
-                _check_computed(dotted(path), x, holder(nodes, path)[1], kept)
+                length, owner = holder(nodes, path)
+                if path[:length] in chosen:
+                    _check_computed(dotted(path), x, owner, kept)
         # Flax layers read `dtype` in each call. A shared module is one object, which can have only one dtype.
         first: dict[int, Any] = {}
         for path, node in nodes.items():
-            if not _takes_dtype(node) or _is_left(node, kept):
+            if path not in chosen or not _takes_dtype(node) or _is_left(node, kept):
                 continue
             wanted = _wanted([*enclosing(nodes, path), node], dtype, kept)
             if jnp.dtype(first.setdefault(id(node), wanted)) != jnp.dtype(wanted):
@@ -79,7 +108,10 @@ def with_precision(
                 cure = f"name {type(node).__name__} in keep too"
                 raise ValueError(f"with_precision: `{dotted(path)}` is shared by layers, for which {asked}; {cure}.")
             node.dtype = wanted
-        return copy
+        if where is not None and not first and not ruled:
+            changes = "whose attribute `dtype` sets how it computes, or that has a rule"
+            raise ValueError(f"with_precision: where selects no module {changes}; name a layer, such as 'layers.0'.")
+        return with_modules("with_precision", copy, ruled, lambda _, x: by_rule("with_precision", functions, x))
 
     return apply_to_module("with_precision", model, change)
 
@@ -129,10 +161,9 @@ def _check_computed(name: str, parameter: Any, module: Any, kept: Mapping[type, 
     is_complex = any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes)
     if isinstance(module, WEIGHT_NORMS) or (_takes_dtype(module) and not is_complex):
         return
-    kind = type(module).__name__
+    kind, shape = type(module).__name__, jnp.shape(jax.tree.leaves(parameter.get_raw_value())[0])
+    held = f"`{name}` of shape {shape} is a parameter of a module of class {kind}"
+    cure = f"leave it out of where, pass keep={{{kind}: None}} if it converts by itself, or a function in rules"
     if is_complex:
-        wrong, cure = f"is complex, but its {kind} would compute in a real dtype", f"leave it: keep={{{kind}: None}}"
-    else:
-        wrong = f"belongs to a {kind}, which has no attribute `dtype` that sets how it computes"
-        cure = f"add one, or pass keep={{{kind}: None}} if the {kind} converts by itself"
-    raise ValueError(f"with_precision: `{name}` {wrong}; {cure}.")
+        raise ValueError(f"with_precision: {held} and is complex; {cure}.")
+    raise ValueError(f"with_precision: {held}, which has no attribute `dtype` that sets how it computes; {cure}.")

@@ -118,6 +118,48 @@ def test_a_state_of_another_structure_is_of_another_run(tmp_path, resume):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize("resume", ["auto", True])
+@pytest.mark.parametrize(
+    ("other", "match"),
+    [
+        (
+            {"size": 3},
+            r"learning_rate=\[0.1, 0.2\], but .*=\[0.1, 0.2, 0.3\]; its state has 2 members, but .* has 3\. ",
+        ),
+        ({"optimizer": optax.sgd}, "it has optimizer=adam, but the trainer has optimizer=sgd; its state has shape"),
+    ],
+)
+def test_other_settings_with_a_state_of_another_structure(tmp_path, resume, other, match):
+    """No `resume=True` is recommended, since it could not go on either."""
+
+    def run(size=2, optimizer=optax.adam, **options):
+        rates = {"learning_rate": [0.1, 0.2, 0.3][:size]}
+        trainer = Trainer(loss, optimizer, hyperparams=rates, strategy="vmap")
+        state = trainer.init(Ensemble.create(make, size, seed=0))
+        return trainer.fit(state, [(X[:5], Y[:5])] * 2, progress=False, checkpoint_dir=tmp_path, **options)
+
+    run()
+    with pytest.raises(ValueError, match=match) as raised:
+        run(**other, resume=resume)
+    assert "resume=True" not in str(raised.value)
+    run(**other, resume=False)  # as the error says
+
+
+def test_a_dropout_rate_is_named_among_what_may_have_changed(tmp_path):
+    def run(rate):
+        def with_dropout(rngs):
+            return nnx.Sequential(
+                nnx.Linear(3, 5, rngs=rngs), nnx.Dropout(rate, rngs=rngs), nnx.Linear(5, 1, rngs=rngs)
+            )
+
+        state = trainer_of(loss, ADAM, strategy="vmap").init(Ensemble.create(with_dropout, 2, seed=0))
+        return functools.partial(trainer_of(loss, ADAM, strategy="vmap").fit, state, [(X, Y)] * 2, progress=False)
+
+    run(0.3)(steps=1, checkpoint_dir=tmp_path)
+    with pytest.raises(ValueError, match="an attribute of the model, such as a dropout rate"):
+        run(0.4)(steps=2, checkpoint_dir=tmp_path)
+
+
 def test_all_differences_are_named(tmp_path):
     run_of()(steps=2, checkpoint_dir=tmp_path)
     with pytest.raises(ValueError, match="other weights; its batches have another key; its batches have another bat"):

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from scipy import stats
 
-from plurax.transforms import hessian, hessian_diagonal, hessian_trace, hutchinson_trace, vmap
+from plurax.transforms import hessian, hessian_diagonal, hessian_trace, hutchinson_trace, laplacian, vmap
 
 X = np.array([0.5, -1.0, 2.0], np.float32)
 TREE = {"y": np.array([[1.0, -0.5], [2.0, 0.25], [0.5, 1.5]], np.float32), "s": np.float32(2.0)}
@@ -133,6 +133,35 @@ def test_functions_without_forward_mode() -> None:
 
     cube.defvjp(lambda x: (cube(x), x), lambda x, g: (3 * g * x**2,))
     assert_close(hessian_diagonal(lambda x: jnp.sum(cube(x)))(X), jnp.asarray(6 * X))
+
+
+@jax.custom_vjp
+def fourth_power(x: Any) -> Any:
+    """A function whose gradient has no forward mode either."""
+    return x**4
+
+
+@jax.custom_vjp
+def its_slope(x: Any) -> Any:
+    return 4 * x**3
+
+
+fourth_power.defvjp(lambda x: (fourth_power(x), x), lambda x, g: (g * its_slope(x),))
+its_slope.defvjp(lambda x: (its_slope(x), x), lambda x, g: (12 * g * x**2,))
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_functions_whose_gradient_has_no_forward_mode(chunk_size: Any) -> None:
+    fun = lambda x, y: jnp.sum(fourth_power(x)) * y[0, 1]
+    y = np.array([[1.0, 2.0]], np.float32)
+    chunks: Any = {"chunk_size": chunk_size}
+    assert_close(hessian_diagonal(fun, **chunks)(X, y), jnp.asarray(48 * X**2))
+    for trace in (hessian_trace, laplacian):
+        np.testing.assert_allclose(trace(fun, (0, 1), **chunks)(X, y), 48 * (X**2).sum(), rtol=1e-5)
+        np.testing.assert_allclose(jax.jit(trace(fun, **chunks))(X, y), 48 * (X**2).sum(), rtol=1e-5)
+    mean, error = hutchinson_trace(fun, 3, **chunks)(jax.random.key(0), X, y)
+    np.testing.assert_allclose(mean, 48 * (X**2).sum(), rtol=1e-5)
+    np.testing.assert_allclose(error, 0, atol=1e-4)
 
 
 def test_a_loop_without_reverse_mode() -> None:

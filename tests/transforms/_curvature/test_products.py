@@ -169,6 +169,54 @@ def test_rules_of_the_user() -> None:
     assert_close(grad(lambda x: hvp(lambda x: jnp.sum(x**3), x, V) @ V)(X), jnp.asarray(6 * V**2))
 
 
+@jax.custom_vjp
+def cube(x: Any) -> Any:
+    """A function whose gradient has no forward mode either."""
+    return x**3
+
+
+@jax.custom_vjp
+def thrice_square(x: Any) -> Any:
+    return 3 * x**2
+
+
+cube.defvjp(lambda x: (cube(x), x), lambda x, g: (g * thrice_square(x),))
+thrice_square.defvjp(lambda x: (thrice_square(x), x), lambda x, g: (6 * g * x,))
+
+
+def no_forward_mode(x: Any, tree: Any) -> Any:
+    return jnp.sum(cube(x @ tree["y"])) + jnp.sum(x**2)
+
+
+def with_forward_mode(x: Any, tree: Any) -> Any:
+    return jnp.sum((x @ tree["y"]) ** 3) + jnp.sum(x**2)
+
+
+def test_functions_whose_gradient_has_no_forward_mode() -> None:
+    primals, tangents = (X, {"y": Y}), (V, {"y": np.cos(Y)})
+    expected = jax.jvp(jax.grad(with_forward_mode, (0, 1)), primals, tangents)[1]
+    assert_close(hvp(no_forward_mode, primals, tangents), expected)
+    assert_close(jax.jit(lambda *p: hvp(no_forward_mode, p, tangents))(*primals), expected)
+    value, gradients, products = value_grad_and_hvp(no_forward_mode, primals, tangents)
+    assert_close(products, expected)
+    assert_close((value, gradients), jax.value_and_grad(with_forward_mode, (0, 1))(*primals))
+    mapped = vmap(lambda v: hvp(lambda x: no_forward_mode(x, {"y": Y}), X, v))(jnp.eye(3))
+    assert_close(mapped, jax.hessian(with_forward_mode)(X, {"y": Y}))
+    with pytest.raises(TypeError, match="custom_vjp"):
+        hvp(no_forward_mode, primals, tangents, mode="fwd_rev")
+    with pytest.raises(TypeError, match="unsupported operand"):
+        hvp(lambda x: x + "a", X, V)
+
+
+def test_gauss_newton_of_a_model_without_forward_mode() -> None:
+    model, plain = (lambda x, f=f: {"a": f(x[:2]) * x[2], "b": jnp.sin(x)} for f in (cube, lambda x: x**3))
+    loss = lambda out: jnp.sum(cube(out["a"])) + jnp.sum(out["b"] ** 2 * out["a"][0])
+    plain_loss = lambda out: jnp.sum(out["a"] ** 3) + jnp.sum(out["b"] ** 2 * out["a"][0])
+    expected = gnvp(plain, plain_loss, X, V)
+    assert_close(gnvp(model, loss, X, V), expected)
+    assert_close(jax.jit(lambda x, v: gnvp(model, loss, x, v))(X, V), expected)
+
+
 @pytest.mark.parametrize("product", [hvp, vhp, value_grad_and_hvp])
 @pytest.mark.parametrize(
     ("fun", "primals", "tangents", "error", "match"),

@@ -83,6 +83,49 @@ def test_modules_are_updated_once(mode: str) -> None:
     assert int(model.count[...]) == 2
 
 
+@jax.custom_vjp
+def cube(x: Any) -> Any:
+    """A function whose gradient has no forward mode either."""
+    return x**3
+
+
+@jax.custom_vjp
+def thrice_square(x: Any) -> Any:
+    return 3 * x**2
+
+
+cube.defvjp(lambda x: (cube(x), x), lambda x, g: (g * thrice_square(x),))
+thrice_square.defvjp(lambda x: (thrice_square(x), x), lambda x, g: (6 * g * x,))
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 2}, {"memory_budget": "1MiB"}])
+def test_without_forward_mode_auto_is_reverse_over_reverse(options: Any, jitted: bool) -> None:
+    fun = lambda x, y: {"a": jnp.sum(cube(x) * y[0, 0]), "b": cube(x[:2]) * y[0, 1]}
+    plain = lambda x, y: {"a": jnp.sum(x**3 * y[0, 0]), "b": x[:2] ** 3 * y[0, 1]}
+    found = hessian(fun, (0, 1), **options)
+    result = (jax.jit(found) if jitted else found)(X, np.array([[0.5, 2.0]], np.float32))
+    assert_close(result, jax.hessian(plain, (0, 1))(X, np.array([[0.5, 2.0]], np.float32)))
+    with pytest.raises(TypeError, match="custom_vjp"):
+        hessian(fun, mode="fwd_rev", **options)(X, np.ones((1, 2), np.float32))
+    choice = hessian(fun, **options).explain(X, np.ones((1, 2), np.float32))
+    assert choice.mode == "reverse"
+    # A single element, whose derivative is not mapped, and a sparse Hessian.
+    one = jax.jit(hessian(cube, **options))
+    assert_close(one(jnp.float32(0.5)), jnp.float32(3.0))
+
+
+def test_without_forward_mode_a_sparse_hessian_is_reverse_over_reverse() -> None:
+    found = hessian(lambda x: jnp.sum(cube(x)), sparsity=np.eye(3, dtype=bool))
+    assert_close(found(X).todense(), jnp.diag(6 * X))
+    assert found.explain(X).mode == "reverse"
+
+
+def test_a_mistake_in_the_function_is_raised_as_it_is() -> None:
+    with pytest.raises(TypeError, match="unsupported operand"):
+        hessian(lambda x: x + "a")(X)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [

@@ -51,6 +51,43 @@ def test_lookahead_is_that_of_optax(reset_state: bool, chained: bool, caplog: An
         assert np.allclose(params["w"], ours.slow["w"]) == (steps == 3)
 
 
+def test_lookahead_that_is_converted_twice_is_the_same() -> None:
+    """As inside `averages.collect`, whose result `Trainer` converts again."""
+    optimizer = optax.lookahead(optax.adam(0.1), sync_period=2, slow_step_size=0.4)
+    once, twice = as_transform(optimizer), as_transform(as_transform(optimizer))
+    chex.assert_trees_all_equal(train(once, 3), train(twice, 3))
+
+
+@pytest.mark.parametrize("make", ["masked", "partition", "adamw"])
+def test_a_mask_of_another_structure_is_named(make: str) -> None:
+    class Masks(dict[str, Any]):
+        """Another kind of node, as an `nnx.State` is."""
+
+    jax.tree_util.register_pytree_node(
+        Masks, lambda x: (list(x.values()), (*x,)), lambda keys, x: Masks(zip(keys, x, strict=True))
+    )
+    masks, labels = Masks(w=True, b=False), Masks(w="a", b="b")
+    kinds = {"a": optax.sgd(0.1), "b": optax.set_to_zero()}
+    of = {
+        "masked": lambda masks, _: optax.masked(optax.sgd(0.1), masks),
+        "partition": lambda _, labels: optax.partition(kinds, labels),
+        "adamw": lambda masks, _: optax.adamw(0.1, mask=masks),
+    }[make]
+    match = r"^optimizer: a mask or labels have another structure than the parameters, which are \{'b': 'float32\[3\]'"
+    with pytest.raises(ValueError, match=match):
+        as_transform(of(masks, labels)).init(PARAMS)
+    remedy = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
+    labelled = lambda params: jax.tree.map(lambda x: "a" if x.ndim > 1 else "b", params)
+    plain = of({"w": True, "b": False}, {"w": "a", "b": "b"})
+    chex.assert_trees_all_equal(train(as_transform(of(remedy, labelled)), 2)[0], train(as_transform(plain), 2)[0])
+    with pytest.raises(ValueError, match="^unrelated"):
+        as_transform(optax.GradientTransformation(lambda _: _raise("unrelated"), optax.sgd(0.1).update)).init(PARAMS)
+
+
+def _raise(text: str) -> None:
+    raise ValueError(text)
+
+
 def test_multi_steps_is_its_own_transformation() -> None:
     optimizer = optax.MultiSteps(optax.adam(0.1), every_k_schedule=2)
     chex.assert_trees_all_equal(train(as_transform(optimizer), 5), train(optimizer.gradient_transformation(), 5))

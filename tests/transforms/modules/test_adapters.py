@@ -145,3 +145,171 @@ def test_what_does_not_fit_is_refused() -> None:
     grouped = nnx.Conv(4, 4, (3,), feature_group_count=2, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"^lora: .* is a grouped convolution"):
         lora(grouped, 2, rngs=nnx.Rngs(0))
+
+
+class Einsum(nnx.Module):
+    """A layer as packages have their own: one parameter, used in a sum of products."""
+
+    def __init__(self, shape: tuple[int, ...], *, rngs: nnx.Rngs) -> None:
+        self.w = nnx.Param(0.1 * rngs.params.normal(shape))
+
+    def __call__(self, x: Any) -> Any:
+        return jnp.einsum("bi,ijk->bj", x, self.w[...])
+
+
+class LowRankEinsum(nnx.Module):
+    """What a user writes for such a layer."""
+
+    def __init__(self, layer: Any, rngs: nnx.Rngs) -> None:
+        size, outputs, _ = layer.w.shape
+        self.layer = freeze(layer, True)
+        self.a, self.b = nnx.LoRAParam(rngs.params.normal((size, 2))), nnx.LoRAParam(jnp.zeros((2, outputs)))
+
+    def __call__(self, x: Any) -> Any:
+        return self.layer(x) + x @ self.a[...] @ self.b[...]
+
+
+class Mixed(nnx.Module):
+    """Layers of all sorts, 4 to 3, for inputs (batch, 4)."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed, self.first = nnx.Embed(5, 4, rngs=rngs), nnx.Linear(4, 6, rngs=rngs)
+        self.blocks = nnx.List([nnx.Dict(q=Einsum((6, 6, 2), rngs=rngs))])
+        self.norm, self.shift = nnx.LayerNorm(6, rngs=rngs), nnx.Param(jnp.zeros(6))
+        self.head = nnx.Linear(6, 3, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        x = self.first(x + self.embed(jnp.arange(len(x))))
+        return self.head(self.norm(self.blocks[0]["q"](x)) + self.shift[...])
+
+
+def adapt(api: str, model: Any, **options: Any) -> Any:
+    """Call one of the three functions."""
+    rngs = nnx.Rngs(1)
+    if api == "lora":
+        return lora(model, 2, rngs=rngs, **options)
+    if api == "tabm":
+        return tabm(model, first="first", head="head", rngs=rngs, **options)
+    return batch_ensemble(model, rngs=rngs, **options)
+
+
+APIS = ("lora", "tabm", "batch_ensemble")
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_a_layer_of_an_unknown_class_is_refused_unless_one_says_how(api: str) -> None:
+    model: Any = Mixed(nnx.Rngs(0))
+    match = (
+        rf"^{api}: `blocks\.0\.q\.w` of shape \(6, 6, 2\) is a parameter of a layer of class Einsum, .* rules=\{{Einsum"
+    )
+    with pytest.raises(ValueError, match=match):
+        adapt(api, model)
+    # Both remedies that the error names.
+    left = adapt(api, model, where=nnx.Not(Einsum))
+    np.testing.assert_array_equal(left.blocks[0].q.w[...], model.blocks[0].q.w[...])
+    assert type(left.blocks[0].q.w) is nnx.Param
+    assert type(left.first) is not nnx.Linear
+    rngs = nnx.Rngs(2)
+    ruled = adapt(api, model, rules={Einsum: lambda layer: LowRankEinsum(layer, rngs)})
+    assert type(ruled.blocks[0].q) is LowRankEinsum
+    assert type(ruled.first) is not nnx.Linear
+    assert type(model.blocks[0].q) is Einsum
+    assert isinstance(ruled.norm.scale, nnx.Param)
+    assert not isinstance(ruled.embed.embedding, Base)
+    if api == "lora":
+        np.testing.assert_array_equal(ruled(X), model(X))
+        names = {path[-1] for path, _ in nnx.to_flat_state(nnx.state(freeze(ruled, Base), nnx.Param))}
+        assert names == {"embedding", "kernel", "a", "b", "scale", "bias", "shift"}
+        low = freeze(ruled, nnx.Not(nnx.LoRAParam))  # as the docstring says
+        assert (
+            len(jax.tree.leaves(nnx.state(low, nnx.Param))) == len(jax.tree.leaves(nnx.state(low, nnx.LoRAParam))) == 6
+        )
+
+
+FLAX: dict[str, Any] = {
+    "Einsum": lambda r: nnx.Einsum("bi,ijk->bjk", (4, 2, 3), rngs=r),
+    "LinearGeneral": lambda r: nnx.LinearGeneral(4, (2, 3), rngs=r),
+    "MultiHeadAttention": lambda r: nnx.MultiHeadAttention(2, 4, 8, decode=False, rngs=r),
+    "ConvTranspose": lambda r: nnx.ConvTranspose(4, 3, (3,), rngs=r),
+    "LoRALinear": lambda r: nnx.LoRALinear(4, 3, lora_rank=2, rngs=r),
+    "LoRA": lambda r: nnx.LoRA(4, 2, 3, rngs=r),
+}
+
+
+@pytest.mark.parametrize("name", FLAX)
+def test_other_layers_of_flax_are_refused(name: str) -> None:
+    rngs = nnx.Rngs(0)
+    model = nnx.Dict(a=nnx.Linear(4, 4, rngs=rngs), b=FLAX[name](rngs), c=nnx.Linear(4, 3, rngs=rngs))
+    match = r"^(lora|tabm|batch_ensemble): `b\.[a-z_.]*` of shape \([0-9, ]*\) is a parameter of a layer of class"
+    for api in APIS:
+        options: Any = {"first": "a", "head": "c"} if api == "tabm" else {}
+        function: Any = {"lora": lora, "tabm": tabm, "batch_ensemble": batch_ensemble}[api]
+        options |= {"rank": 2} if api == "lora" else {}
+        with pytest.raises(ValueError, match=match):
+            function(model, rngs=nnx.Rngs(1), **options)
+        function(model, rngs=nnx.Rngs(1), where=["a", "c"], **options)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nnx.LSTMCell(4, 3, rngs=nnx.Rngs(0)),
+        nnx.OptimizedLSTMCell(4, 3, rngs=nnx.Rngs(0)),
+        nnx.SimpleCell(4, 3, rngs=nnx.Rngs(0)),
+        nnx.GRUCell(4, 3, rngs=nnx.Rngs(0)),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_cells_consist_of_linear_layers(model: Any) -> None:
+    carry = model.initialize_carry((5, 4), nnx.Rngs(1))
+    adapted: Any = lora(model, 2, rngs=nnx.Rngs(1))
+    (_, found), (_, expected) = adapted(carry, X), model(carry, X)
+    np.testing.assert_array_equal(found, expected)
+    scaled: Any = batch_ensemble(model, rngs=nnx.Rngs(1), init=lambda key, shape, dtype: jnp.ones(shape, dtype))
+    np.testing.assert_array_equal(scaled(carry, X)[1], expected)
+    for path, parameter in nnx.to_flat_state(nnx.state(adapted, nnx.Not(nnx.LoRAParam))):
+        assert isinstance(parameter, (Base, nnx.RngState)), path
+
+
+def test_a_rule_covers_all_that_is_in_a_layer_and_the_nearest_class_counts() -> None:
+    class Attention(nnx.MultiHeadAttention):
+        pass
+
+    rngs = nnx.Rngs(0)
+    model: Any = nnx.Dict(a=Attention(2, 4, 8, decode=False, rngs=rngs), b=nnx.Linear(4, 4, rngs=rngs))
+    rules: Any = {nnx.Module: lambda _: None, nnx.Linear: lambda x: x, Attention: lambda x: freeze(x, True)}
+    with pytest.raises(TypeError, match=r"^lora: rules\[Module\] must return a layer, but it returned None"):
+        lora(model, 2, rngs=rngs, rules=rules)  # the model itself is a module
+    found: Any = lora(model, 2, rngs=rngs, rules=rules, where=["a", "b"])
+    assert not nnx.to_flat_state(nnx.state(found.a, nnx.Param))
+    assert type(found.b.kernel) is nnx.Param
+
+
+def test_rules_and_selections_that_do_not_fit_are_refused() -> None:
+    model: Any = Mixed(nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"^lora: rules has a function for Conv, but the model has none; leave it out"):
+        adapt("lora", model, rules={nnx.Conv: lambda layer: layer})
+    with pytest.raises(TypeError, match=r"^batch_ensemble: rules must be a dict from kinds of modules to functions"):
+        adapt("batch_ensemble", model, rules=[Einsum])
+    with pytest.raises(TypeError, match=r"^lora: rules\[Einsum\] must be a function of a layer, but got 3"):
+        adapt("lora", model, rules={Einsum: 3})
+    for options in ({"where": ["blocks", "head"]}, {"rules": {nnx.Linear: lambda layer: layer}}):
+        with pytest.raises(ValueError, match=r"^tabm: first must select an nnx.Linear or nnx.Conv .* selects `first`"):
+            adapt("tabm", model, **options)
+    with pytest.raises(
+        ValueError, match=r"^tabm: first must select an nnx.Linear or nnx.Conv .* selects `blocks\.0\.q`"
+    ):
+        tabm(model, first="blocks", head="head", rngs=nnx.Rngs(0))
+    assert type(tabm(model, first="first", head=["head", "blocks"], rngs=nnx.Rngs(0)).blocks[0].q.w) is nnx.Param
+
+
+def test_a_subclass_with_parameters_of_its_own_is_another_class() -> None:
+    class Gated(nnx.Linear):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            super().__init__(4, 3, rngs=rngs)
+            self.gates = nnx.List([nnx.Param(jnp.ones((4, 3)))])
+
+    with pytest.raises(
+        ValueError, match=r"^lora: `gates\.0` of shape \(4, 3\) is a parameter of a layer of class Gated"
+    ):
+        lora(Gated(nnx.Rngs(0)), 2, rngs=nnx.Rngs(1))

@@ -225,7 +225,9 @@ class TestParametersOfItsOwn:
     @pytest.mark.parametrize("model", [Own(), ReadOnly(), freeze(Own(), "scales"), Own(dtype="int32"), Own(dtype=3)])
     def test_without_a_dtype_it_is_refused(self, model: Any) -> None:
         kind = type(model).__name__
-        match = rf"`scales\.0` belongs to a {kind}, which has no attribute `dtype` that .* keep=\{{{kind}: None\}}"
+        match = (
+            rf"`scales\.0` of shape \(4,\) .* class {kind}, which has no attribute `dtype` .* keep=\{{{kind}: None\}}"
+        )
         with pytest.raises(ValueError, match=match):
             with_precision(model, HALF)
         found = with_precision(model, HALF, keep={type(model): None})
@@ -238,7 +240,7 @@ class TestParametersOfItsOwn:
         assert found.linear.dtype is HALF
 
     def test_complex_ones_are_refused(self) -> None:
-        match = r"with_precision: `scales\.0` is complex, .*; leave it: keep=\{Own: None\}\.$"
+        match = r"with_precision: `scales\.0` of shape \(4,\) is a parameter of a module of class Own and is complex"
         with pytest.raises(ValueError, match=match):
             with_precision(Own(1j, dtype=None), HALF)
         found: Any = with_precision(Own(1j, dtype=None), HALF, keep={Own: None})
@@ -248,8 +250,48 @@ class TestParametersOfItsOwn:
         assert with_precision(Own(2), HALF).linear.dtype is HALF
 
     def test_parameters_in_a_container_belong_to_it(self) -> None:
-        with pytest.raises(ValueError, match="`w` belongs to a Dict, which has no attribute"):
+        with pytest.raises(ValueError, match=r"`w` of shape \(2,\) .* class Dict, which has no attribute"):
             with_precision(nnx.Dict(w=nnx.Param(jnp.ones(2))), HALF)
+
+
+class TestSelections:
+    """`where` says which modules change, and `rules` what becomes of those that no attribute changes."""
+
+    @pytest.mark.parametrize("where", ["linear", nnx.Linear, nnx.Not(Own), lambda path, _: path == ("linear",)])
+    def test_only_what_where_selects_changes(self, where: Any) -> None:
+        model: Any = nnx.Dict(own=Own(), linear=nnx.Linear(4, 3, rngs=nnx.Rngs(0)))
+        found = with_precision(model, HALF, where=where)
+        assert found.linear.dtype is HALF
+        assert (found.own.linear.dtype is HALF) == (where is nnx.Linear)
+
+    def test_a_rule_replaces_a_module_with_all_that_is_in_it(self) -> None:
+        model: Any = nnx.Dict(own=Own(), linear=nnx.Linear(4, 3, rngs=nnx.Rngs(0)))
+
+        def halved(own: Any) -> Any:
+            own.scales[0] = nnx.Param(own.scales[0][...].astype(HALF))
+            return own
+
+        found: Any = with_precision(model, HALF, rules={Own: halved})
+        assert (found.own.scales[0].dtype, model.own.scales[0].dtype) == (HALF, jnp.float32)
+        assert found.own.linear.dtype is None
+        assert found.linear.dtype is HALF
+        ensemble = Ensemble.create(lambda _: Own(), 2, seed=0)
+        assert with_precision(ensemble, HALF, rules={nnx.Module: halved})[1].scales[0].dtype == HALF
+
+    def test_what_does_nothing_is_refused(self) -> None:
+        model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+        with pytest.raises(ValueError, match="with_precision: where selects no module whose attribute `dtype`"):
+            with_precision(model, HALF, where="encoder")
+        with pytest.raises(ValueError, match="with_precision: rules has a function for Conv, but the model has none"):
+            with_precision(model, HALF, rules={nnx.Conv: lambda layer: layer})
+        with pytest.raises(
+            TypeError, match=r"with_precision: rules\[Linear\] must be a function of a layer, but got 3"
+        ):
+            with_precision(model, HALF, rules={nnx.Linear: 3})  # type: ignore[dict-item]
+        with pytest.raises(
+            TypeError, match=r"with_precision: rules\[Linear\] must return a layer, but it returned None"
+        ):
+            with_precision(model, HALF, rules={nnx.Linear: lambda _: None})
 
 
 def test_a_norm_of_weights_does_not_round_them() -> None:
