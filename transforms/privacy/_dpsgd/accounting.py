@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 from .adaptive import AdaptiveClipping, gradient_multiplier
@@ -14,9 +14,13 @@ from .monte_carlo import monte_carlo_epsilon
 
 Accountant = Literal["pld", "rdp"]
 Sampling = Literal["poisson", "balls_in_bins", "b_min_sep"]
-# Discretization intervals of privacy losses, in nats. The first is dp-accounting's default; the second is about seven
-# times faster and errs on the safe side (a larger ε).
+# Least discretization intervals of privacy losses, in nats. The first is dp-accounting's default; the second is about
+# seven times faster and errs on the safe side (a larger ε). `_interval` enlarges both for a large ε.
 _FINE, _COARSE = 1e-4, 1e-3
+# By how much, relatively, the finer discretization may increase ε; and the least interval for it, which bounds memory.
+_TOLERANCE, _LEAST = 2e-5, 2e-6
+# Privacy losses of this size overflow in dp-accounting; an ε as large says nothing.
+_LARGEST = 1e6
 
 
 @dataclass(frozen=True)
@@ -88,10 +92,10 @@ class Ledger:
         """
         return self._spent(steps, delta, accountant, models, _FINE)
 
-    def _spent(self, steps: int, delta: float, accountant: str, models: int, interval: float) -> float:
-        """Return the ε with an interval of privacy losses."""
+    def _spent(self, steps: int, delta: float, accountant: str, models: int, least: float) -> float:
+        """Return the ε with the finer or the coarser discretization: `least` is `_FINE` or `_COARSE`."""
         if self.sampling == "poisson":
-            return _epsilon(*self._rounds(steps, models), delta, accountant, interval, self.truncation)
+            return _epsilon(*self._rounds(steps, models), delta, accountant, least, self.truncation)
         if steps == 0 or self.noise_multiplier == 0:
             return 0.0 if steps == 0 else math.inf
         _, probability, separation, _ = self.sampled
@@ -101,15 +105,11 @@ class Ledger:
     def progress(self, step: int, last: int, delta: float, accountant: str, models: int) -> str:
         """Return an upper bound on the ε of `step` of `last` steps, as text for the progress bar."""
         # An ε takes about 50 ms, so it is computed for only twenty step counts; the next of these bounds the current ε.
-        every = math.ceil(last / 20)
-        shown = min(last, math.ceil(step / every) * every)
-        return self.bound(shown, delta, accountant, models, _FINE if step == last else _COARSE)
-
-    def bound(self, steps: int, delta: float, accountant: str, models: int = 1, interval: float = _COARSE) -> str:
-        """Return an upper bound on the ε of `steps` steps as text."""
         if self.sampling != "poisson":
             return "ε: see DPSGD.epsilon"  # which takes minutes
-        spent = self._spent(steps, delta, accountant, models, interval)
+        every = math.ceil(last / 20)
+        shown = min(last, math.ceil(step / every) * every)
+        spent = self._spent(shown, delta, accountant, models, _FINE if step == last else _COARSE)
         return f"ε ≤ {math.ceil(1000 * spent) / 1000:.3f}" if math.isfinite(spent) else "ε = ∞"
 
     def summary(self) -> str:
@@ -151,34 +151,58 @@ def calibrate(
     accountant: str,
     truncation: tuple[int, int] | None = None,
 ) -> float:
-    """Return the least noise multiplier for `target_epsilon` over `rounds` sampled sums, to a relative 1e-5."""
+    """Return the least noise multiplier for `target_epsilon` over `rounds` sampled sums, to a relative 1e-5.
+
+    A search of more than a second shows how many values it has tried.
+    """
+    from tqdm import tqdm
+
+    with tqdm(desc=f"DPSGD: noise_multiplier for {target_epsilon=:g}", unit=" tried", delay=1, leave=False) as bar:
+
+        def spent(accountant: str, least: float, sigma: float) -> float:
+            bar.update()
+            most = None if accountant == "rdp" else truncation
+            return _epsilon(sigma, sampling_probability, rounds, delta, accountant, least, most)
+
+        start = 1.0
+        if accountant == "pld":
+            # Accounting is slow for little noise, so start above the root: "rdp" is looser and needs more noise.
+            start = _root(partial(spent, "rdp", _FINE), target_epsilon, start, 2.0, 0.1)
+            if truncation is not None and spent("pld", _FINE, 1e3 * start) == math.inf:
+                what = f"truncated batches have an infinite ε for target_delta={delta}"
+                raise ValueError(f"DPSGD: {what}; pass a larger δ, or omit truncated_batch_size.")
+            start = _root(partial(spent, "pld", _COARSE), target_epsilon, start, 1.1, 1e-3)
+        found = _root(partial(spent, accountant, _FINE), target_epsilon, start, 1.002, 1e-5)
+        # The root may spend slightly too much: increase it until it does not. Round up, so that machines whose last
+        # bits differ return the same value.
+        while spent(accountant, _FINE, rounded := math.ceil(found * 1e6) / 1e6) > target_epsilon:
+            found = rounded * (1 + 5e-6)
+    return rounded
+
+
+def _root(spent: Callable[[float], float], target: float, start: float, factor: float, tolerance: float) -> float:
+    """Return a noise multiplier that spends about `target`.
+
+    Args:
+      spent: the ε of a noise multiplier, which it decreases with.
+      target: the ε to spend.
+      start: where to look first.
+      factor: the first factor by which to go on from there, which grows.
+      tolerance: the relative error of the noise multiplier.
+    """
     from scipy.optimize import brentq
 
-    def spent(sigma: float) -> float:
-        return _epsilon(sigma, sampling_probability, rounds, delta, accountant, _FINE, truncation)
-
-    high = 1.0
-    if accountant == "pld":
-        # Accounting is slow for little noise, so start the search above the root: "rdp" is looser and needs more noise.
-        high = calibrate(target_epsilon, sampling_probability, rounds, delta, "rdp")
-        if spent(1e3 * high) == math.inf:
-            raise ValueError(f'DPSGD: "pld" finds an infinite ε for target_delta={delta}; pass a larger δ, or "rdp".')
-    while spent(high) > target_epsilon:
-        high *= 1.5
-    low = 0.9 * high
-    while spent(low) <= target_epsilon:
-        high, low = low, 0.9 * low
+    low = high = start
+    while spent(high) > target:
+        low, high, factor = high, high * factor, factor**2
+    while spent(low) <= target:
+        low, high, factor = low / factor, low, factor**2
 
     # log ε is nearly linear in log σ, so few iterations find the root. 1e-300 avoids the logarithm of an ε of zero.
     def excess(log_sigma: float) -> float:
-        return math.log(max(spent(math.exp(log_sigma)), 1e-300) / target_epsilon)
+        return math.log(max(spent(math.exp(log_sigma)), 1e-300) / target)
 
-    found = math.exp(brentq(excess, math.log(low), math.log(high), xtol=1e-5))
-    # The root found may spend slightly too much: increase it until it does not.
-    while spent(found) > target_epsilon:
-        found *= 1 + 1e-6
-    # Round up, so that machines whose last bits differ return the same value.
-    return math.ceil(found * 1e6) / 1e6
+    return math.exp(brentq(excess, math.log(low), math.log(high), xtol=tolerance))
 
 
 def _event(
@@ -205,33 +229,65 @@ def _epsilon(
     rounds: int,
     delta: float,
     accountant: str,
-    interval: float,
+    least: float,
     truncation: tuple[int, int] | None = None,
 ) -> float:
-    """Return the ε of `rounds` sampled sums; cached, because the progress bar and budgets request the same values."""
-    import dp_accounting
-    from absl import logging
+    """Return the ε of `rounds` sampled sums; cached, because the progress bar and budgets request the same values.
 
+    `least` is `_FINE` or `_COARSE`, for "pld" only.
+    """
     if rounds == 0:
         return 0.0
     if noise_multiplier == 0:
         return math.inf
-    if accountant == "rdp":
-        if truncation is not None:
-            raise ValueError('DPSGD.epsilon: accountant="rdp" does not know truncated batches; use "pld".')
-        event = _event(noise_multiplier, sampling_probability, rounds)
-        # Silence the warning for each Rényi order that does not converge: ε is the minimum over the other orders.
-        verbosity = logging.get_verbosity()
-        logging.set_verbosity(logging.ERROR)
-        try:
-            return float(dp_accounting.rdp.RdpAccountant().compose(event).get_epsilon(delta))
-        finally:
-            logging.set_verbosity(verbosity)
-    losses = _losses(noise_multiplier, sampling_probability, interval, truncation).self_compose(rounds)
-    return float(losses.get_epsilon_for_delta(delta))
+    if accountant == "rdp" and truncation is not None:
+        raise ValueError('DPSGD.epsilon: accountant="rdp" does not know truncated batches; use "pld".')
+    bound = _renyi(noise_multiplier, sampling_probability, rounds, delta)
+    # Every value that follows is an upper bound, so the least of them is one. `bound` ignores truncation.
+    spent = bound if truncation is None else math.inf
+    if accountant == "rdp" or bound > _LARGEST:
+        return spent
+    interval = _interval(bound, rounds, delta)
+    while True:
+        scaled = interval * least / _FINE
+        losses = _losses(noise_multiplier, sampling_probability, scaled, truncation).self_compose(rounds)
+        before, spent = spent, min(spent, float(losses.get_epsilon_for_delta(delta)))
+        # `bound` may be ten times too large, and its interval too. Refine by steps: the first often changes nothing.
+        finer = max(_interval(min(spent, bound), rounds, delta), interval / 4)
+        if finer >= interval or before <= (1 + _TOLERANCE / 2) * spent:
+            return spent
+        interval = finer
 
 
-@lru_cache(maxsize=8)
+def _interval(epsilon: float, rounds: int, delta: float) -> float:
+    """Return the finer discretization interval for an ε of about `epsilon`: `_FINE` times a power of two.
+
+    Powers of two, so that a run has few intervals, and the losses of one step are computed once for each.
+    """
+    # Rounding up to a grid of interval h, with the mean of exp(-loss) kept, increases the mean of a loss by h²/12 and
+    # its variance by h²/6, averaged over its place in the grid. For losses like those of the Gaussian mechanism, whose
+    # sum has a variance of twice its mean, and z² = 2 log(1/δ), ε increases by about rounds · h²/12 · (1 + z²/ε).
+    increase = rounds / 12 * (epsilon + 2 * math.log(1 / delta))
+    wanted = epsilon * max(math.sqrt(_TOLERANCE / increase), _LEAST)
+    return _FINE * 2 ** max(0, math.floor(math.log2(wanted / _FINE))) if wanted > _FINE else _FINE
+
+
+def _renyi(noise_multiplier: float, sampling_probability: float, rounds: int, delta: float) -> float:
+    """Return the ε of `rounds` sampled sums by Rényi divergences."""
+    import dp_accounting
+    from absl import logging
+
+    event = _event(noise_multiplier, sampling_probability, rounds)
+    # Silence the warning for each Rényi order that does not converge: ε is the minimum over the other orders.
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)
+    try:
+        return float(dp_accounting.rdp.RdpAccountant().compose(event).get_epsilon(delta))
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+@lru_cache(maxsize=4)
 def _losses(
     noise_multiplier: float, sampling_probability: float, interval: float, truncation: tuple[int, int] | None
 ) -> Any:

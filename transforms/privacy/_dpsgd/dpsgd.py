@@ -99,7 +99,7 @@ class DPSGD(Mechanism):
 
     Cost:
       A step is one compiled program: `clipped_grad`, one Gaussian number for each parameter, and the optimizer. With
-      `target_epsilon` and "pld", computing the noise takes about ten seconds, more if ε is above ten.
+      `target_epsilon` and "pld", computing the noise takes up to five seconds; beyond one, it shows that it works.
 
     Source:
       Abadi et al. 2016, "Deep Learning with Differential Privacy" (algorithm 1); Choquette-Choo et al. 2023,
@@ -226,7 +226,6 @@ class DPSGD(Mechanism):
             seed,
             self.ledger,
             self.target_delta,
-            self.accountant,
             members,
         )
         # Make every array strongly typed, or a second program would be compiled for the second step.

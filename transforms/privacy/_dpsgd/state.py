@@ -40,7 +40,7 @@ class DPState(Generic[M]):
       step: the number of steps taken, an int32 scalar.
       seed: the seed of the batches, words of uint32. Keep it as secret as the noise.
       ledger: the settings of a step that the accountant needs.
-      target_delta, accountant: as for `DPSGD`, for the ε that `repr` shows.
+      target_delta: as for `DPSGD`.
       members: the number of members; None for a single model.
 
     Examples:
@@ -52,7 +52,7 @@ class DPState(Generic[M]):
       >>> int(state.step), state.model
       (0, Array([0., 0., 0.], dtype=float32))
       >>> state
-      DPState(step=0, noise_multiplier=2, sampling_probability=0.05, target_delta=1e-05: ε ≤ 0.000)
+      DPState(step=0, noise_multiplier=2, sampling_probability=0.05, target_delta=1e-05)
     """
 
     tree: Any
@@ -64,11 +64,10 @@ class DPState(Generic[M]):
     seed: jax.Array
     ledger: Ledger = field(metadata={"static": True})
     target_delta: float = field(metadata={"static": True})
-    accountant: str = field(metadata={"static": True})
     members: int | None = field(metadata={"static": True})
 
     def __repr__(self) -> str:
-        """Return the number of steps, σ, q, and an upper bound on the ε spent: for an ensemble that of each member."""
+        """Return the number of steps, σ and q; `DPSGD.epsilon` computes what was spent."""
         # A tracer, or states along an axis of `jax.vmap`, have no step to print.
         known = (
             isinstance(self.step, (jax.Array, np.ndarray)) and not isinstance(self.step, Tracer) and not self.step.ndim
@@ -76,8 +75,7 @@ class DPState(Generic[M]):
         step = str(int(self.step)) if known else "?"
         settings = f"step={step}, {self.ledger.summary()}, target_delta={self.target_delta:g}"
         members = "" if self.members is None else f"members={self.members}, "
-        spent = self.ledger.bound(int(self.step), self.target_delta, self.accountant) if known else "ε = ?"
-        return f"DPState({members}{settings}: {spent}{'' if self.members is None else ' each'})"
+        return f"DPState({members}{settings})"
 
     @property
     def model(self) -> M:
