@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from ...transforms._core.arguments import describe
 from ...transforms._core.compat import Tracer
-from ...transforms._core.prediction import at_least_float32
+from ...transforms._core.prediction import Prediction, at_least_float32
 
 
 def prepared(p: jax.Array, labels: jax.Array, bounded: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -114,6 +114,12 @@ def check_probabilities(
     probabilities = unwrapped(probabilities)
     if not hasattr(probabilities, "dtype") or not jnp.issubdtype(probabilities.dtype, jnp.floating):
         got, remedy = say(probabilities), _REMEDIES[what][0]
+        if isinstance(probabilities, Prediction):
+            remedy = f"pass its attribute `{'members' if expected.startswith('(members') else 'mean'}`"
+            if what == "logits":
+                remedy = "pass what the members return for x, as ensemble(x)"
+        elif not hasattr(probabilities, "dtype"):
+            remedy = "pass an array, such as jnp.asarray of a list"
         raise TypeError(f"{name}: {what} must be a floating-point array, but got {got}; {remedy}.")
     shape = jnp.shape(probabilities)
     if len(shape) < least_ndim:
