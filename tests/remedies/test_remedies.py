@@ -13,7 +13,17 @@ for file in sorted(Path(__file__).parent.glob("of_*.py")):
     import_module(f".{file.stem}", __package__)
 
 # Texts that look like a recommendation and are none, or that cannot be run here, and why.
-NONE: dict[str, str] = {}
+_SEVERAL = "needs several processes"
+NONE: dict[str, str] = {
+    "Trainer.fit: got a {}, a data set that yields single examples; pass {}.": "needs PyTorch",
+    "ProcessBatches: the axis `data` must give each process a part of equal length, but of its slices {}; order the "
+    "devices of the mesh by their processes along `data`.": _SEVERAL,
+    "ProcessBatches: the mesh has no device of this process; use one that has.": _SEVERAL,
+    "ProcessBatches: the processes have {} batches; give each as many.": _SEVERAL,
+    "ProcessBatches: there are no batches after {}, and they have no length, so other processes may have more; repeat "
+    "them without an end and pass steps, or give them a length.": _SEVERAL,
+    "ProcessBatches: this process has a first part of {}, but process {} one of {}; make them equal.": _SEVERAL,
+}
 
 
 @pytest.mark.parametrize("name", CASES)
