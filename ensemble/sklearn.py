@@ -56,8 +56,10 @@ class _MLP(nnx.Module):
 def _standard(name: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return mean and scale of each column, in float64; the scale is 1 where a column is constant but for rounding."""
     found = StandardScaler().fit(x)
-    if not (np.isfinite(found.mean_).all() and np.isfinite(found.scale_).all()):
-        raise ValueError(f"{name}: a column has no finite mean or variance in float64; divide it by its largest value.")
+    # Not the scale: it is 1 where a variance overflows, which scikit-learn takes for that of a constant.
+    if not (np.isfinite(found.mean_).all() and np.isfinite(found.var_).all()):
+        found = "a column has no finite mean or variance in float64"
+        raise ValueError(f"{name}: {found}; divide it by its largest absolute value.")
     return found.mean_, found.scale_
 
 

@@ -61,7 +61,7 @@ def check_split(step: MemberStep, layout: Layout, inputs: StepInputs) -> bool:
             remedy = f'let the parts agree, as nnx.BatchNorm does with axis_name="{DATA}"'
             raise ValueError(f"Trainer.step: {of_part} leaves another `{name}` in the model; {remedy}.")
         if differ and (x.shape or not jnp.issubdtype(x.dtype, jnp.inexact)):
-            remedy = "only floating-point scalars can be averaged, so report a mean"
+            remedy = "only floating-point scalars can be averaged; return a mean"
             raise ValueError(f"Trainer.step: {of_part} reports `{name}`, {describe(x)}; {remedy}.")
     if inputs.is_traced:
         return False
@@ -123,7 +123,8 @@ def _check_mean(step: MemberStep, layout: Layout, inputs: StepInputs, split: lis
             name = dotted(path[1:])
             what = f"leaves `{name}` in the model" if path[0].idx == 0 else f"reports `{name}`"
             say = f"{_shortly(whole)} for the batch, but {_shortly(mean)} as the mean over its {layout.shards} parts"
-            raise ValueError(f"Trainer.step: the loss {what}, {say}; return means over the examples.")
+            remedy = f'take means over the examples, or use a mesh without the axis "{DATA}"'
+            raise ValueError(f"Trainer.step: the loss {what}, {say}; {remedy}.")
 
 
 def differs(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:

@@ -138,6 +138,7 @@ class Cluster:
             if task.deaths >= _DEATHS:
                 where = f"after {newest}" if newest else "before its first checkpoint"
                 what = f"the worker of {task.name} died {_DEATHS} times {where}"
-                raise RuntimeError(f"{self._api}: {what}; see {task.directory}, and give it more memory.") from error
+                remedy = "pass fewer workers=, or a smaller group_size= with another directory, for more memory of each"
+                raise RuntimeError(f"{self._api}: {what}; see {task.directory}; {remedy}.") from error
             return None
         return found

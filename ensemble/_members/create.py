@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from ...transforms._core.arguments import check_callable, check_count, describe, is_int
@@ -21,7 +22,9 @@ from ...transforms._models.stacking import check_leaves, split_alike, stack, sta
 from .sharding import ENSEMBLE, Layout, constrain, uncommitted
 from .shared import SharedArrays, check_equal, separate, shared_paths
 
-_REMEDY = "build all members with one configuration"
+_REMEDY = "build all members with one configuration", "define it once, at module level, or use Ensemble.create"
+# `Ensemble.create` makes NNX modules only.
+_REMEDY_OF_OTHERS = _REMEDY[0], "define it once, outside the function that makes a member"
 
 _OTHERS = "for models of Linen or Equinox, and for functions, use Ensemble.from_apply(apply, variables)"
 
@@ -32,14 +35,13 @@ Created = tuple[Structure, Any, Any, SharedArrays | None]
 
 def stack_members(api: str, members: Sequence[Any], filter: Any = None) -> Created:
     """Return the parts of an ensemble of these members; raise if they differ."""
-    # Where only the identity of an object differs. `Ensemble.create`, which makes it once, is for NNX modules.
-    same = f"define it once, at module level{', or use Ensemble.create' if is_module(members[0]) else ''}"
+    remedy = _REMEDY if is_module(members[0]) else _REMEDY_OF_OTHERS
     if filter is None:
-        parts = stack_models(api, "member", (_REMEDY, same), members)
+        parts = stack_models(api, "member", remedy, members)
         _check_any_arrays(api, parts)
         return parts.structure, parts.trainable, parts.rest, None
     paths = shared_paths(api, members[0], filter)
-    each = split_alike(api, "member", (_REMEDY, same), members, paths)
+    each = split_alike(api, "member", remedy, members, paths)
     own, shared = zip(*(separate(part, paths) for part in each), strict=True)
     check_equal(api, shared)
     return each[0].structure, *strong(stack(own)), strong(shared[0])
@@ -79,8 +81,10 @@ def create_members(make: Callable[..., Any], size: int, seed: Any, mesh: Any, fi
     if layout.padded(size) != size:
         devices = f'the {layout.devices} devices of the mesh axis "ensemble"; use a multiple of {layout.devices}'
         raise ValueError(f"Ensemble.create: {size} members do not divide over {devices}.")
-    if isinstance(key, Tracer):
-        raise TypeError("Ensemble.create: with a mesh, seed must have a value, but got one that is traced.")
+    if isinstance(mesh, AbstractMesh) or isinstance(key, Tracer) or _in_a_trace():
+        why = "an AbstractMesh has none" if isinstance(mesh, AbstractMesh) else "the call is traced"
+        remedy = "leave mesh out, and pass it to the Trainer"
+        raise ValueError(f"Ensemble.create: members are created on the devices of the mesh, but {why}; {remedy}.")
     # `made` closes over the key, which may be committed to devices outside the mesh.
     key = uncommitted(key)
     indices = layout.place(np.arange(size))
@@ -105,10 +109,14 @@ def _run_once(fun: Callable[[], Any], key: jax.Array) -> Any:
     """Return `fun()`, compiled for a single run."""
     # LLVM optimization level 2 compiles in 1.3 s where level 3 takes 5 to 8 s, with the same results. Compilation ahead
     # of time needs values: no traced key, and no trace around the call, in which even a constant is traced.
-    if isinstance(key, Tracer) or isinstance(jnp.zeros(()), Tracer):
+    if isinstance(key, Tracer) or _in_a_trace():
         return fun()
     options: dict[str, Any] = {"xla_backend_optimization_level": 2}
     return jax.jit(fun).lower().compile(compiler_options=options)()
+
+
+def _in_a_trace() -> bool:
+    return isinstance(jnp.zeros(()), Tracer)
 
 
 def _check_any_arrays(api: str, parts: SplitModel) -> None:

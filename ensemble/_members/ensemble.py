@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 
 from ...transforms._core.arguments import check_callable, check_choice, describe
 from ...transforms._core.axes import Axes
+from ...transforms._core.compat import Tracer
 from ...transforms._core.prediction import Kind, Prediction
 from ...transforms._models.evaluation import evaluating
 from ...transforms._models.split_model import M, Structure, is_model, is_module, split
@@ -111,7 +112,10 @@ class Ensemble(Generic[M]):
         for i, member in enumerate(members):
             if not is_model(member) or isinstance(member, Ensemble):
                 found = f"member {i} is {type(member).__name__}, not an NNX module"
-                raise TypeError(f"Ensemble.stack: {found}; for others use Ensemble.from_apply(apply, variables).")
+                remedy = "for others use Ensemble.from_apply(apply, variables)"
+                if isinstance(member, Ensemble):
+                    remedy = "pass the members of an ensemble, as [*ensemble]"
+                raise TypeError(f"Ensemble.stack: {found}; {remedy}.")
         return Ensemble(*stack_members("Ensemble.stack", members, shared))
 
     @classmethod
@@ -136,11 +140,10 @@ class Ensemble(Generic[M]):
 
         Raises:
           TypeError: `make` is not callable or does not return a model; `size` is not an int; `seed` is neither an int,
-            a key, nor a list or array of these; its keys are of different kinds; `seed` is traced and there is a mesh;
-            `mesh` is not a mesh.
+            a key, nor a list or array of these; its keys are of different kinds; `mesh` is not a mesh.
           ValueError: `size` is below 1 or not divisible by the number of devices along "ensemble"; `seed` has another
-            number of entries than `size`; the axes of the mesh have other names; the models have no arrays; `shared`
-            selects no variable, or all of them.
+            number of entries than `size`; the axes of the mesh have other names; the call is traced and there is a
+            mesh, or this is an `AbstractMesh`; the models have no arrays; `shared` selects no variable, or all of them.
 
         Cost:
           One compilation. The members are created one after another, so peak memory is that of the result.
@@ -377,9 +380,15 @@ class Ensemble(Generic[M]):
 
     def _check_intact(self) -> None:
         """Raise if axis 0 of the arrays no longer indexes the members."""
-        if not self._is_intact():
-            found = "its arrays were sliced or stacked, as by jax.vmap or lax.scan: their axis 0 is not the members"
-            raise ValueError(f"Ensemble: {found}; use plurax.transforms.vmap, or pass all of it, with in_axes=None.")
+        if self._is_intact():
+            return
+        found = "its arrays were sliced or stacked, as by jax.vmap or lax.scan: their axis 0 is not the members"
+        remedy = "use plurax.transforms.vmap, or pass all of it, with in_axes=None"
+        if self._current_ndims().of > self._ndims.of:
+            remedy = "map over their first axis with jax.vmap"
+        elif not any(isinstance(x, Tracer) for x in jax.tree.leaves(self)):
+            remedy = "take members by their index, as ensemble[0]"
+        raise ValueError(f"Ensemble: {found}; {remedy}.")
 
     def _evaluating(self) -> Ensemble[Any]:
         """Return the ensemble in evaluation mode; members of `from_apply` stay unchanged."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ...transforms._models.equinox import is_equinox
 from ...transforms._models.split_model import is_module
 
 
@@ -13,7 +14,10 @@ def viewed(model: Any, attributes: Mapping[str, Any]) -> Any:
     from flax import nnx
 
     if not is_module(model):
-        raise TypeError("Ensemble.view: the members are not NNX modules; pass options, as ens(x, train=False).")
+        remedy = "pass options of their apply function, as ens(x, train=False)"
+        if is_equinox(model.variables):
+            remedy = "use eqx.nn.inference_mode of each model, before Ensemble.from_apply"
+        raise TypeError(f"Ensemble.view: the members are not NNX modules; {remedy}.")
     try:
         return nnx.view(model, **attributes)
     except ValueError as error:

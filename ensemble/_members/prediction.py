@@ -69,10 +69,16 @@ def classify(logits: Any, kind: str, temperature: Any, weights: jax.Array | None
     Raise for anything else. `weights` are as for `of_probabilities`.
     """
     least, expected = (2, "(batch, ...)") if kind == "binary" else (3, "(batch, ..., classes)")
-    if not isinstance(logits, jax.Array) or logits.ndim < least:
-        remedy = "for logits of yes-or-no labels use kind='binary', for values kind='regression'"
+    is_array, remedy = isinstance(logits, jax.Array), "for values use kind='regression'"
+    if kind != "binary":
+        remedy = f"for logits of yes-or-no labels use kind='binary', {remedy}"
+    if not is_array or logits.ndim < least:
+        remedy = f"for a single example pass x[None], {remedy}" if is_array else remedy
         found = f"all together returned {_say(logits)}; {remedy}"
         raise ValueError(f"Ensemble.predict: each member must return logits of shape {expected}, but {found}.")
+    if kind != "binary" and logits.shape[-1] < 2:
+        found = f"got shape {logits.shape}; {remedy}"
+        raise ValueError(f"Ensemble.predict: logits must have at least 2 classes, but {found}.")
     if kind == "binary" and jnp.issubdtype(logits.dtype, jnp.floating):
         # The sigmoid of z is the softmax of 0 and z.
         logits = jnp.stack([jnp.zeros_like(logits), logits], axis=-1)

@@ -49,7 +49,10 @@ class Layout:
         if ENSEMBLE not in mesh.axis_names or not set(mesh.axis_names) <= {ENSEMBLE, DATA, MODEL}:
             expected = 'an axis "ensemble" and may have axes "data" and "model"'
             names = ", ".join(map(repr, mesh.axis_names))
-            raise ValueError(f"{api}: mesh must have {expected}, but its axes are {names}; rename them.")
+            remedy = "rename the axes of the mesh"
+            if set(mesh.axis_names) <= {DATA, MODEL}:
+                remedy = 'add an axis "ensemble", of length 1 if no device has members of its own'
+            raise ValueError(f"{api}: mesh must have {expected}, but its axes are {names}; {remedy}.")
         # Axes of type Auto: with Explicit axes JAX would check the sharding of each operation of the user's model.
         auto = (AxisType.Auto,) * len(mesh.axis_names)
         if isinstance(mesh, AbstractMesh):

@@ -113,7 +113,10 @@ def check_probabilities(
     """Return probabilities or logits as an array of at least `least_ndim` axes; raise if they are not."""
     probabilities = unwrapped(probabilities)
     if not hasattr(probabilities, "dtype") or not jnp.issubdtype(probabilities.dtype, jnp.floating):
-        got, remedy = say(probabilities), _of_prediction(probabilities, expected, what) or _REMEDIES[what][0]
+        got = say(probabilities)
+        remedy = _of_prediction(probabilities, expected, what) or _REMEDIES[what][0]
+        if not hasattr(probabilities, "dtype") and not isinstance(probabilities, Prediction):
+            remedy = "pass an array, such as jnp.asarray of a list"
         raise TypeError(f"{name}: {what} must be a floating-point array, but got {got}; {remedy}.")
     shape = jnp.shape(probabilities)
     if len(shape) < least_ndim:

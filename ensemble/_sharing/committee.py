@@ -23,6 +23,7 @@ from ...transforms._runs.atomic_write import replace_directory
 from .._members.ensemble import Ensemble
 from .._members.prediction import check_temperature, classify, kind_for, regress
 from .._members.rows import member_index
+from .._step.state import TrainState
 from .._training.checkpoint import load, save
 
 _MANIFEST = "committee.json"
@@ -68,7 +69,12 @@ class Committee:
         for i, group in enumerate(groups):
             if not isinstance(group, Ensemble) and not is_model(group):
                 found = f"group {i} is {type(group).__name__}, neither an Ensemble nor a model"
-                raise TypeError(f"Committee: {found}; for functions use Ensemble.from_apply(apply, [variables]).")
+                remedy = "for functions use Ensemble.from_apply(apply, [variables])"
+                if isinstance(group, (list, tuple)):
+                    remedy = "put its models into the list of groups, or use Ensemble.stack if they are alike"
+                elif isinstance(group, TrainState):
+                    remedy = "pass state.ensemble"
+                raise TypeError(f"Committee: {found}; {remedy}.")
         self.groups = [group if isinstance(group, Ensemble) else Ensemble.stack([group]) for group in groups]
         told: dict[Kind, int] = {group.kind: i for i, group in enumerate(self.groups) if group.kind is not None}
         if len(told) > 1:

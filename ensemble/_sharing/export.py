@@ -109,7 +109,7 @@ def export(
     except TypeError as error:
         if "_DimExpr" not in str(error):
             raise
-        cure = "write x.shape[0] instead of len(x), which must be an int"
+        cure = "write x.shape[0] instead of len(x), which must be an int, and jax.vmap instead of a loop over examples"
         raise ValueError(f"export: a model needs a batch of a fixed size; {cure}.") from error
     description = {
         "model": repr(model),

@@ -217,7 +217,10 @@ def metrics_of(value: Any) -> dict[str, Any]:
     loss, aux = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, {})
     if isinstance(loss, (tuple, list, dict)) or jnp.shape(loss) != ():
         expected, found = "a scalar, or a pair of a scalar and a dict", jax.tree.map(jnp.shape, loss)
-        raise TypeError(f"Trainer: loss must return {expected}, but it returned {found} (shapes); take its mean.")
+        remedy = "take its mean over the batch"
+        if not hasattr(loss, "shape"):
+            remedy = 'return other values in the dict, as (loss, {"name": x})'
+        raise TypeError(f"Trainer: loss must return {expected}, but it returned {found} (shapes); {remedy}.")
     if not isinstance(aux, Mapping):
         raise TypeError(f"Trainer: the auxiliary output of the loss must be a dict, but it returned {describe(aux)}.")
     for name in ("loss", "step", "member", "members", "stopped", "validation"):

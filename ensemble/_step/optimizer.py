@@ -45,8 +45,10 @@ class MemberOptimizer:
         transform = as_transform(optimizer)
         if transform is not None:
             if hyperparams is not None:
+                expected = "an optax factory, or a loss with keyword-only arguments of these names"
+                remedy = "pass the factory itself, or write them after a * in the loss"
                 found = "the optimizer is a ready GradientTransformation"
-                raise ValueError(f"Trainer: hyperparams need an optax factory, but {found}; pass the factory itself.")
+                raise ValueError(f"Trainer: hyperparams need {expected}, but {found}; {remedy}.")
             self.transform = transform
             return
         if not callable(optimizer):

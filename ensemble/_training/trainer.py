@@ -195,8 +195,10 @@ class Trainer:
             arrays; `shared_optimizer` is missing, or has nothing to train.
         """
         if not isinstance(ensemble, Ensemble):
-            got = type(ensemble).__name__
-            raise TypeError(f"Trainer.init: needs an Ensemble, but got {got}; make one with Ensemble.stack([...]).")
+            remedy = "make one with Ensemble.stack([...]), or of models that are not of NNX with Ensemble.from_apply"
+            if isinstance(ensemble, TrainState):
+                remedy = "pass state.ensemble"
+            raise TypeError(f"Trainer.init: needs an Ensemble, but got {type(ensemble).__name__}; {remedy}.")
         if not jax.tree.leaves(ensemble.trainable):
             remedy = "give them nnx.Param variables, or a `trainable` rule that matches"
             raise ValueError(f"Trainer.init: the members have no trainable arrays; {remedy}.")

@@ -381,7 +381,9 @@ def check_source(batches: Any, in_axes: Axes, size: int, ends: bool) -> None:
     if source._members is None:
         if 0 in axes:
             found = f"the trainer has in_axes={in_axes}, but the Batches are shared by all members"
-            raise ValueError(f"Trainer.fit: {found}; pass members={size} to Batches, or in_axes=None to Trainer.")
+            also = " and in_axes=0 to Trainer" if any(axis != 0 for axis in axes) else ""
+            remedy = f"pass members={size} to Batches{also}, or in_axes=None to Trainer"
+            raise ValueError(f"Trainer.fit: {found}; {remedy}.")
         return
     if source._members != size:
         raise ValueError(f"Trainer.fit: the Batches have members={source._members}, but the ensemble has {size}.")
