@@ -1,0 +1,33 @@
+"""Each error that recommends something is raised, and what it recommends is run."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from ._registry import CASES, Fails, recommendations
+
+for file in sorted(Path(__file__).parent.glob("of_*.py")):
+    import_module(f".{file.stem}", __package__)
+
+# Texts that look like a recommendation and are none, or that cannot be run here, and why.
+NONE: dict[str, str] = {}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_an_error_recommends_works(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    case = CASES[name]
+    fails = Fails(case.texts)
+    case.run(fails)
+    assert not fails.left
+
+
+def test_each_recommendation_has_a_case() -> None:
+    found = recommendations()
+    known = {text for case in CASES.values() for text in case.texts}
+    assert not known & set(NONE)
+    assert not {text: places for text, places in found.items() if text not in known and text not in NONE}
+    assert not [text for text in [*known, *NONE] if text not in found]
