@@ -96,7 +96,6 @@ def state_in_vmap(fails: Fails) -> None:
 
 
 @remedy(
-    "{}: each slice is one sample; if the loss needs a batch axis, {}.",
     "add one, as in x[None], or, if what is differentiated is not mapped, use {}",
 )
 def mapped_gradient(fails: Fails) -> None:
