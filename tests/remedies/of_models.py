@@ -35,7 +35,10 @@ def total(model: Any, x: jax.Array) -> jax.Array:
     return model(x).sum()
 
 
-@remedy("keep values that fun computes in another kind of variable, such as nnx.BatchStat")
+@remedy(
+    "keep values that fun computes in another kind of variable, such as nnx.BatchStat, or, if they need not be kept, "
+    "call a copy of the model, nnx.clone(model)"
+)
 def parameter_assigned(fails: Fails) -> None:
     fails(grad(total), Counting(nnx.Param), X)
     fails(accumulate(grad(total), 2), Counting(nnx.Param), X)
@@ -44,6 +47,14 @@ def parameter_assigned(fails: Fails) -> None:
         gradients = transform(model, X)
         assert [*gradients] == ["w"]
         assert model.count[...] > 0
+    # A layer of Flax that assigns its weights in each call.
+    model = nnx.WeightNorm(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1))
+    of_copy = lambda model, x: nnx.clone(model)(x).sum()
+    expected = jax.tree.leaves(nnx.grad(total)(nnx.clone(model), X))
+    for transform in (grad, lambda loss: accumulate(grad(loss), 2, reduction="sum")):
+        fails(transform(total), model, X)
+        for found, wanted in zip(jax.tree.leaves(transform(of_copy)(model, X)), expected, strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 class Sowing(nnx.Module):

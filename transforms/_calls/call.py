@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from .._core.arguments import argument_name, describe, leaf_name, resolve_argnums
 from .._models.hashable import Opaque
-from .._models.mutation import call_with_models, check_structure, passing_through, refuse_changes, update
+from .._models.mutation import NO_ASSIGNMENT, call_with_models, check_structure, passing_through, refuse_changes, update
 from .._models.split_model import (
     bound_model,
     is_module,
@@ -154,8 +154,8 @@ class Call:
             # Inner transforms of NNX return unchanged arrays as new objects too: then the program of the call decides.
             assigned = assigned and assigned - passing_through(self._function, before)[i]
             if assigned:
-                cure = "keep values that fun computes in another kind of variable, such as nnx.BatchStat"
-                raise ValueError(f"{self._api}: fun assigns the parameter `{min(assigned)}` of a model; {cure}.")
+                fact = f"fun assigns the parameter `{min(assigned)}` of a model"
+                raise ValueError(f"{self._api}: {fact}; {NO_ASSIGNMENT}.")
             after.append(now.rest)
         return out, (Opaque.of(aux), after)
 
