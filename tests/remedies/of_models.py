@@ -150,10 +150,10 @@ class Named(nnx.Module):
 @remedy("{}: `{}` of {} {}; make it a plain attribute instead of a variable.")
 def text_in_a_variable(fails: Fails) -> None:
     fails(Ensemble.stack, [Named(nnx.Variable), Named(nnx.Variable)])
-    fails(Ensemble.create, lambda rngs: Named(nnx.Variable), 2, seed=0)  # noqa: ARG005
+    fails(Ensemble.create, lambda rngs: Named(nnx.Variable), 2, seed=0)
     fails(stack_layers, [Named(nnx.Variable), Named(nnx.Variable)])
     assert len(Ensemble.stack([Named(str), Named(str)])) == 2
-    assert len(Ensemble.create(lambda rngs: Named(str), 2, seed=0)) == 2  # noqa: ARG005
+    assert len(Ensemble.create(lambda rngs: Named(str), 2, seed=0)) == 2
     assert len(stack_layers([Named(str), Named(str)])) == 2
 
 
@@ -202,4 +202,3 @@ def state_of_examples(fails: Fails) -> None:
     ).sum()
     fails(per_sample_grad(total), Running("rnn"), X)
     assert per_sample_grad(with_carry)(Running("rnn"), X)["w"].shape == (2, 3)
-

@@ -13,7 +13,13 @@ for file in sorted(Path(__file__).parent.glob("of_*.py")):
     import_module(f".{file.stem}", __package__)
 
 # Texts that look like a recommendation and are none, or that cannot be run here, and why.
-NONE: dict[str, str] = {}
+NONE: dict[str, str] = {
+    "{}: no process has all of member {}; shard all arrays alike along axis 0.": "needs several processes",
+    "arrays spread over {} of {} processes; use one, or all.": "needs several processes",
+    "an earlier version wrote it, without what identifies its run": "is no recommendation",
+    "the checkpoints in {} are renamed to step_*.earlier, and the run starts anew.": "says what has been done",
+    "{} It is skipped, and will be renamed if a new one has its name.": "says what is done",
+}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -203,7 +203,7 @@ def test_refusals_of_modes_and_losses() -> None:
         ValueError, match=r"^hvp: mode must be one of 'auto', 'fwd_rev', 'rev_rev', 'rev_fwd', but got 'fwd'"
     ):
         hvp(jnp.sum, X, V, mode="fwd")
-    with pytest.raises(TypeError, match=r"^gnvp \(loss\): fun must return one real scalar, but it returned an array of shape"):
+    with pytest.raises(TypeError, match=r"^gnvp \(loss\): fun must return one real scalar, but it returned an array"):
         gnvp(jnp.sin, jnp.sin, X, V)
     with pytest.raises(TypeError, match=r"^gnvp: argument `.*` is an array .* int64, but only floating-point ar"):
         gnvp(jnp.sin, jnp.sum, np.arange(2), np.arange(2))
