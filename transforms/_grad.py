@@ -165,8 +165,9 @@ def _value_and_grad(
 
 def seed(api: str, out: Any, cotangent: Any, holomorphic: bool = False) -> Any:
     """Return the cotangent of `out`: 1 for None and a scalar, a broadcast Python number, or checked arrays."""
-    if not jax.tree.leaves(out):
-        check_output(api, out)  # always raises here: an output without arrays has no derivative
+    # For an output without arrays, and for a single integer, no cotangent and no pair helps.
+    if not jax.tree.leaves(out) or (cotangent is None and jax.tree_util.all_leaves([out])):
+        check_output(api, out)
     if cotangent is None:
         cure = "pass cotangent=1.0 to seed every element with one, an array like the output, or has_aux=True if it "
         who = f"{api}: without a cotangent, fun"

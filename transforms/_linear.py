@@ -228,7 +228,7 @@ def _pushed(push: Callable[..., Any], primals: Primals, *tangents: Any) -> Any:
     return push(*primals.tangents(tangents))
 
 
-def all_of(api: str, fun: Callable[..., Any], primals: Any, has_aux: bool) -> Call:
+def all_of(api: str, fun: Callable[..., Any], primals: Any, has_aux: bool | None) -> Call:
     """Return the call of `fun` with these primals, all of which are differentiated."""
     check_callable(api, fun)
     if not isinstance(primals, (tuple, list)) or not primals:

@@ -184,8 +184,8 @@ def vmap_of(
             len(ensemble)  # raises unless axis 0 indexes the members
         refuse_shared_state(api, fun, owner, args, kwargs)
         own, own_kwargs = without_shared((args, kwargs))
-        size = mapped_size(api, fun, own, own_kwargs, argument_axes, keyword_axis, expected, given_by)
         _check_model_axes(api, fun, args, argument_axes)
+        size = mapped_size(api, fun, own, own_kwargs, argument_axes, keyword_axis, expected, given_by)
         axes = (owner_axis, argument_axes, keyword_axis)
         before = _split_models((owner, args, kwargs))
         divided, advanced = _split_rngs(api, before, axes, size, split_rngs)
@@ -232,8 +232,9 @@ def _suggesting(api: str, fun: Callable[..., Any], axes: Sequence[Axes]) -> Iter
         # Such an error comes from the model and is about shapes: it names neither `vmap` nor the remedy.
         if getattr(fun, "__name__", "").startswith(("grad(", "value_and_grad(")) and transform_of(fun):
             batched = tuple(i for i, axis in enumerate(axes) if axis is not None)
-            instead = f"plurax.transforms.per_sample_grad(loss, batch_argnums={batched})"
-            error.add_note(f"{api}: each slice is one sample; if the loss needs a batch axis, use {instead}.")
+            instead = f"plurax.transforms.per_sample_grad(loss, batch_argnums={batched}) with the same argnums"
+            cure = f"add one, as in x[None], or, if what is differentiated is not mapped, use {instead}"
+            error.add_note(f"{api}: each slice is one sample; if the loss needs a batch axis, {cure}.")
         raise
 
 
@@ -263,7 +264,10 @@ def _check_model_axes(api: str, fun: Callable[..., Any], args: tuple[Any, ...], 
         if models_of(axes_of_value):
             name = argument_name(fun, args, i)
             raise ValueError(f"{api}: in_axes for `{name}` has axes within a model; give one axis for all of it.")
-        leaf_axes = broadcast_axes(axes_of_value, value, is_leaf=is_model)
+        try:
+            leaf_axes = broadcast_axes(axes_of_value, value, is_leaf=is_model)
+        except (ValueError, TypeError, KeyError):  # no prefix, which `mapped_size` says
+            continue
         for (path, leaf), axis in zip(jax.tree.leaves_with_path(value, is_leaf=is_model), leaf_axes, strict=True):
             if is_members(leaf) and axis not in (0, None):
                 name = leaf_name(argument_name(fun, args, i), path)

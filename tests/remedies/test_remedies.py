@@ -23,6 +23,11 @@ NONE: dict[str, str] = {
     "ProcessBatches: there are no batches after {}, and they have no length, so other processes may have more; repeat "
     "them without an end and pass steps, or give them a length.": _SEVERAL,
     "ProcessBatches: this process has a first part of {}, but process {} one of {}; make them equal.": _SEVERAL,
+    "{}: no process has all of member {}; shard all arrays alike along axis 0.": "needs several processes",
+    "arrays spread over {} of {} processes; use one, or all.": "needs several processes",
+    "an earlier version wrote it, without what identifies its run": "is no recommendation",
+    "the checkpoints in {} are renamed to step_*.earlier, and the run starts anew.": "says what has been done",
+    "{} It is skipped, and will be renamed if a new one has its name.": "says what is done",
 }
 
 

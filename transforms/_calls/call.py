@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from .._core.arguments import argument_name, describe, leaf_name, resolve_argnums
 from .._models.hashable import Opaque
-from .._models.mutation import call_with_models, check_structure, passing_through, refuse_changes, update
+from .._models.mutation import NO_ASSIGNMENT, call_with_models, check_structure, passing_through, refuse_changes, update
 from .._models.split_model import (
     bound_model,
     is_module,
@@ -37,7 +37,7 @@ class Call:
       api: the transform's name in errors.
       fun: the function.
       argnums: the positions, as returned by `check_argnums`.
-      has_aux: whether `fun` returns a pair of an output and anything else.
+      has_aux: whether `fun` returns a pair of an output and anything else; None for a transform without this option.
       args: the positional arguments.
       kwargs: the keyword arguments.
       holomorphic: whether `fun` is a holomorphic function of complex arguments; None for a transform without this
@@ -49,6 +49,7 @@ class Call:
 
     Attributes:
       fun: the function.
+      has_aux: as above.
       primals: the differentiated values, one for each entry of `argnums`.
       selected: the positions of the primals, none of them negative.
       form: names, structures and shapes of the primals as the user passed them.
@@ -59,7 +60,7 @@ class Call:
         api: str,
         fun: Callable[..., Any],
         argnums: Sequence[int],
-        has_aux: bool,
+        has_aux: bool | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
@@ -67,7 +68,7 @@ class Call:
         integers: bool = False,
         filters: Mapping[int, Any] | None = None,
     ) -> None:
-        self._api, self.fun, self._has_aux = api, fun, has_aux
+        self._api, self.fun, self.has_aux = api, fun, has_aux
         self.holomorphic = holomorphic
         self._owner, self._function = bound_model(fun)
         self.selected = resolve_argnums(api, fun, tuple(argnums), args)
@@ -88,10 +89,15 @@ class Call:
 
     def remembered(self, fun: Any, options: Any) -> list[Any]:
         """Return the decisions that were cached for `fun` and calls like this one; see `decisions.py`."""
-        return remembered(fun, self._split, (options, self.selected, self._has_aux, self.holomorphic))
+        return remembered(fun, self._split, (options, self.selected, self.has_aux, self.holomorphic))
 
-    def check_floating(self, *, complex_too: bool = True, allow_int: bool = False) -> None:
-        """Raise if a primal cannot be differentiated; with `allow_int` integers and booleans pass."""
+    def check_floating(
+        self, *, complex_too: bool = True, allow_int: bool = False, instead: str = "leave it out of argnums"
+    ) -> None:
+        """Raise if a primal cannot be differentiated; with `allow_int` integers and booleans pass.
+
+        `instead` is the last remedy in the error.
+        """
         kind: Any = jnp.inexact if complex_too else jnp.floating
         name = "floating-point arrays" if complex_too else "real floating-point arrays"
         if self.holomorphic:
@@ -107,7 +113,7 @@ class Call:
                 cure = "pass its real and imaginary parts as separate arguments"
                 cure += ", pass holomorphic=True if fun is holomorphic" if self.holomorphic is False else ""
             fact = f"is {describe(leaf)}, but only {name} can be differentiated"
-            raise TypeError(f"{self._api}: argument `{place}` {fact}; {cure}, or leave it out of argnums.")
+            raise TypeError(f"{self._api}: argument `{place}` {fact}; {cure}, or {instead}.")
 
     def check_arrays(self) -> None:
         """Raise if a primal has a leaf that is not an array or a number."""
@@ -133,7 +139,7 @@ class Call:
             args[i] = with_trainable(args[i], primal)
         before = owner, [replaced.get(i, arg) for i, arg in enumerate(args)], kwargs
         out, left = call_with_models(self._function, before)
-        out, aux = pair_of(self._api, out) if self._has_aux else (out, None)
+        out, aux = pair_of(self._api, out) if self.has_aux else (out, None)
         return out, aux, before, left
 
     def __call__(self, *primals: Any) -> tuple[Any, Any]:
@@ -148,8 +154,8 @@ class Call:
             # Inner transforms of NNX return unchanged arrays as new objects too: then the program of the call decides.
             assigned = assigned and assigned - passing_through(self._function, before)[i]
             if assigned:
-                cure = "keep values that fun computes in another kind of variable, such as nnx.BatchStat"
-                raise ValueError(f"{self._api}: fun assigns the parameter `{min(assigned)}` of a model; {cure}.")
+                fact = f"fun assigns the parameter `{min(assigned)}` of a model"
+                raise ValueError(f"{self._api}: {fact}; {NO_ASSIGNMENT}.")
             after.append(now.rest)
         return out, (Opaque.of(aux), after)
 
@@ -186,7 +192,8 @@ def check_output(api: str, out: Any, name: str = "output") -> None:
 
 def check_complex(api: str, out: Any) -> None:
     """Raise if a leaf of the output of a holomorphic function is not complex."""
-    fact = "holomorphic=True needs complex outputs; convert it, or leave holomorphic out"
+    cure = "leave holomorphic out (forward mode and Hessians then need real and imaginary parts as separate arguments)"
+    fact = f"holomorphic=True needs complex outputs; convert it, or {cure}"
     check_dtypes(api, "output", out, jnp.complexfloating, fact)
 
 

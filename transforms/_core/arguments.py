@@ -126,7 +126,8 @@ def resolve_argnums(
     for position in positions:
         if not -count <= position < count:
             fact = f"selects argument {position}, but the call has {count} positional argument(s)"
-            raise ValueError(f"{api}: {name} {fact}; pass the selected arguments by position, not by keyword.")
+            cure = "name one of them; an argument can only be selected if it is passed by position, not by keyword"
+            raise ValueError(f"{api}: {name} {fact}; {cure}.")
     resolved = tuple(position % count for position in positions)
     # `check_argnums` has refused equal positions, but 1 and -1 are the same argument in a call with two arguments.
     if len(set(resolved)) < len(resolved):

@@ -95,7 +95,9 @@ def mapped_size(
         # Positional arguments come first: if one of two that differ was passed by keyword, it is the second.
         or_shared = ", or pass None for an argument that is shared"
         if isinstance(argument, str):
-            or_shared = ", or bind shared keyword arguments with functools.partial, since all are mapped over axis 0"
+            # A partial of an ensemble is no ensemble any more: `vmap` would pass each slice to all members.
+            how = "functools.partial" if given_by == "axis_size" else "a function of a member, mapped over the ensemble"
+            or_shared = f", or bind shared keyword arguments with {how}, since all are mapped over axis 0"
         for (path, leaf), axis in zip(jax.tree.leaves_with_path(value), leaf_axes, strict=True):
             if axis is None:
                 continue

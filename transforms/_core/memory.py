@@ -11,6 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
+from decimal import ROUND_CEILING, ROUND_HALF_EVEN, Context
 from functools import partial
 from typing import Any
 
@@ -72,7 +73,7 @@ def largest_chunk(api: str, need_of: Callable[[int], int], size: int, budget: in
             try:
                 alone = need_of(chunk)
             except NeedsValues as error:
-                cure = "use lax.cond or jnp.where, or leave the budget out"
+                cure = "use lax.cond or jnp.where, or leave the budget out if the value is the same for all slices"
                 raise ValueError(f"{api}: memory_budget traces fun, but fun branches on a value; {cure}.") from error
             # The complete program has additional copies of small arrays, and loop counters.
             needs[chunk] = alone + alone // 64 + 256
@@ -97,7 +98,7 @@ def largest_chunk(api: str, need_of: Callable[[int], int], size: int, budget: in
         low = 1
     if not low:
         chunk = min(needs, key=needs.__getitem__)
-        least = f"the smallest found is {in_words(needs[chunk])}, for {chunk} of {size} at a time"
+        least = f"the smallest found is {in_words(needs[chunk], up=True)}, for {chunk} of {size} at a time"
         raise ValueError(f"{api}: no chunk fits into memory_budget={in_words(budget)}: {least}; raise the budget.")
     return low
 
@@ -173,9 +174,8 @@ def lower_apart(fun: Callable[[], Any]) -> tuple[Any, list[Tracer]]:
     return program.lower(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals)), tracers
 
 
-def in_words(size: int) -> str:
-    """Return a number of bytes in the largest unit that it fills, as in "1.5 MiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 * _UNITS[unit.lower()]:
-            return f"{size / _UNITS[unit.lower()]:.3g} {unit}"
-    return f"{size / _UNITS['tib']:.3g} TiB"
+def in_words(size: int, *, up: bool = False) -> str:
+    """Return a number of bytes in the largest unit that it fills, as in "1.5 MiB"; rounded `up`, at least so many."""
+    unit = next((unit for unit in ("B", "KiB", "MiB", "GiB") if size < 1024 * _UNITS[unit.lower()]), "TiB")
+    rounding = Context(prec=3, rounding=ROUND_CEILING if up else ROUND_HALF_EVEN)
+    return f"{float(rounding.create_decimal_from_float(size / _UNITS[unit.lower()])):.3g} {unit}"

@@ -155,7 +155,7 @@ def hutchinson_trace(
     def estimate(key: Any, *args: Any, **kwargs: Any) -> tuple[jax.Array, jax.Array]:
         """Return the mean of the samples and its standard error."""
         check_key("hutchinson_trace", key, "the first argument")
-        call = Call("hutchinson_trace", fun, positions, False, args, kwargs)
+        call = Call("hutchinson_trace", fun, positions, None, args, kwargs)
         call.check_floating(complex_too=False)
         inputs, treedef = jax.tree.flatten(call.primals)
         # E[s^T H s] = trace(H) for independent signs s: the gradient is linearized once, each sample is one H s.
@@ -209,7 +209,7 @@ def of_scalar(
         # Evaluated once separately for the auxiliary output and changed state, which the second derivatives discard.
         # Under `jit` XLA merges this with the evaluation inside the derivatives.
         value, rest = call(*call.primals)
-        seed_of(api, value)  # raises if it is not a scalar
+        seed_of(api, call, value)  # raises if it is not a scalar
         chunk = chunk_size
         if budget is not None:
             size = max(1, sum(map(jnp.size, jax.tree.leaves(call.primals))))

@@ -16,6 +16,9 @@ from .._linear import all_of
 
 Mode = Literal["auto", "fwd_rev", "rev_rev", "rev_fwd"]
 
+# The remedy for an argument that cannot be differentiated, where all are.
+_CLOSE = "let the function close over it"
+
 
 def hvp(fun: Callable[..., Any], primals: Any, tangents: Any, *, mode: Mode = "auto", has_aux: bool = False) -> Any:
     """Compute the product of the Hessian of a scalar function with a vector.
@@ -155,8 +158,8 @@ def gnvp(model: Callable[..., Any], loss: Callable[..., Any], primals: Any, tang
       Array([ 8., 32.], dtype=float32)
     """
     primals, tangents, bare = _as_tuples(primals, tangents)
-    call = all_of("gnvp", model, primals, False)
-    call.check_floating()
+    call = all_of("gnvp", model, primals, None)
+    call.check_floating(instead=_CLOSE)
     tangents = call.form.tangents(tangents)
     # One linearization of the call serves both directions, so the model runs once.
     if _has_forward_mode(call, call.primals, tangents):
@@ -168,20 +171,20 @@ def gnvp(model: Callable[..., Any], loss: Callable[..., Any], primals: Any, tang
         out, pull, rest = jax.vjp(call, *call.primals, has_aux=True)
         (pushed,) = jax.linear_transpose(pull, out)(tangents)
     call.finish(rest)
-    (curved,) = _value_grad_and_hvp("gnvp", loss, (out,), (pushed,), "auto", False)[2]
+    (curved,) = _value_grad_and_hvp("gnvp (loss)", loss, (out,), (pushed,), "auto", None)[2]
     products = pull(curved)
     found = call.form.gradients(products)
     return found[0] if bare else found
 
 
 def _value_grad_and_hvp(
-    api: str, fun: Callable[..., Any], primals: Any, tangents: Any, mode: Mode, has_aux: bool
+    api: str, fun: Callable[..., Any], primals: Any, tangents: Any, mode: Mode, has_aux: bool | None
 ) -> tuple[Any, Any, Any, Any]:
     """Return the value, the gradient, the product and the auxiliary output."""
     check_choice(api, "mode", mode, get_args(Mode))
     primals, tangents, bare = _as_tuples(primals, tangents)
     call = all_of(api, fun, primals, has_aux)
-    call.check_floating()
+    call.check_floating(instead=_CLOSE)
     value, gradients, products, rest = _MODES[mode](api, call, call.form.tangents(tangents))
     aux = call.finish(rest)
     forms = map(call.form.gradients, (gradients, products))
@@ -194,7 +197,7 @@ def gradient_of(api: str, call: Call) -> Callable[..., Any]:
 
     def gradient(*primals: Any) -> Any:
         value, pull, rest = jax.vjp(call, *primals, has_aux=True)
-        return pull(seed_of(api, value)), (value, rest)
+        return pull(seed_of(api, call, value)), (value, rest)
 
     return gradient
 
@@ -214,9 +217,12 @@ def _has_forward_mode(fun: Callable[..., Any], primals: tuple[Any, ...], tangent
     return refusal(lambda tangents: jax.jvp(fun, primals, tangents, has_aux=True)[1], tangents) is None
 
 
-def seed_of(api: str, value: Any) -> Any:
-    """Return the cotangent 1 of a scalar; raise if the value is not one real scalar."""
-    return scalar_seed(f"{api}: fun", value, "reduce it, or return other values with has_aux=True")
+def seed_of(api: str, call: Call, value: Any) -> Any:
+    """Return the cotangent 1 of a scalar; raise if the value of a call is not one real scalar."""
+    is_scalar = jax.tree_util.all_leaves([value]) and jnp.shape(value) == ()
+    cure = "convert it to a real number" if is_scalar else "reduce it to a real number"
+    more = "" if call.has_aux is None else ", or return other values with has_aux=True"
+    return scalar_seed(f"{api}: fun", value, cure + more)
 
 
 def _forward_over_reverse(api: str, call: Call, tangents: tuple[Any, ...]) -> Any:
@@ -243,7 +249,7 @@ def _reverse_over_forward(api: str, call: Call, tangents: tuple[Any, ...]) -> An
 
     # One pullback gives both gradients: of the value, and of the derivative along the tangents, which is H v.
     (value, _), pull, rest = jax.vjp(derivative, *call.primals, has_aux=True)
-    one = seed_of(api, value)
+    one = seed_of(api, call, value)
     zero = jnp.zeros_like(one)
     return value, pull((one, zero)), pull((zero, one)), rest
 

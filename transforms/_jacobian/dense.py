@@ -198,7 +198,8 @@ def map_slices(
 
 def check_real(api: str, out: Any) -> None:
     """Raise if an output is not real, since reverse mode needs real outputs."""
-    fact = "reverse mode needs real outputs; use jacfwd for real arguments, return its real and imaginary parts"
+    cure = 'use forward mode (jacfwd, mode="forward" or "fwd_fwd") if the arguments are real'
+    fact = f"reverse mode needs real outputs; {cure}, return its real and imaginary parts"
     check_dtypes(api, "output", out, jnp.floating, f"{fact}, or pass holomorphic=True if fun is holomorphic")
 
 

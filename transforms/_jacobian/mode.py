@@ -157,7 +157,7 @@ def choose_mode(api: str, call: Call) -> ModeChoice:
     if abs(flops["reverse"] - flops["forward"]) <= _TIE * max(flops.values()):
         # Reverse mode keeps values of each step of a loop, forward mode a tangent for each input.
         if (steps := _steps(call)) > inputs:
-            why = f"about equally many operations; reverse mode would keep values of {steps} steps of a loop"
+            why = f"about equally many operations; reverse mode would store values of {steps} steps of a loop"
             return choice("forward", flops=flops, why=why)
         # The rows of reverse mode are contiguous in memory, while the columns of forward mode are strided.
         why = "about equally many operations; reverse mode writes contiguous rows"

@@ -29,6 +29,12 @@ from .split_model import (
     with_splits,
 )
 
+# Flax's `nnx.WeightNorm` assigns the normalized weights in each call.
+NO_ASSIGNMENT = (
+    "keep values that fun computes in another kind of variable, such as nnx.BatchStat, or, if they need not be kept, "
+    "call a copy of the model, nnx.clone(model)"
+)
+
 
 def call_with_models(function: Callable[..., Any], arguments: Any) -> tuple[Any, list[Any]]:
     """Return `function(owner, *args, **kwargs)`, and the models merged for it, in the order in which they were split.
@@ -58,8 +64,8 @@ def call_purely(
         check_structure(f"{api}: fun", type(model).__name__, before, after)
         assigned = set(paths) & set(named_arrays(after.trainable))
         if assigned and not (may_assign and is_module(model)):
-            cure = "keep values that fun computes in another kind of variable, such as nnx.BatchStat"
-            raise ValueError(f"{api}: fun assigns the parameter `{min(assigned)}`, but all calls share it; {cure}.")
+            fact = f"fun assigns the parameter `{min(assigned)}`, but all calls share it"
+            raise ValueError(f"{api}: {fact}; {NO_ASSIGNMENT}.")
         changed.append({path: array for path, array in after.arrays().items() if path in paths})
     return out, changed
 

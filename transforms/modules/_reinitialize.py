@@ -154,7 +154,7 @@ def _drawn(
 def _called(initializer: Initializer, name: str, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
     """Return the values that an initializer draws; raise if it is not one, or if the shape or dtype is wrong."""
     who = f"reinitialize: the initializer of `{name}`"
-    cure = "give an initializer, such as nnx.initializers.he_normal() (with the parentheses)"
+    cure = "give an initializer, such as nnx.initializers.normal() (with the parentheses)"
     try:
         found = initializer(key, shape, dtype)
     except TypeError as error:

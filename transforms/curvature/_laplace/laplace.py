@@ -16,12 +16,13 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jax.tree_util import register_dataclass
 
-from ..._core.arguments import check_callable, check_choice, check_count
+from ..._core.arguments import check_callable, check_choice, check_count, describe
 from ..._core.compat import Tracer
 from ..._core.eigh import eigh
 from ..._core.memory import level_of_the_user
 from ..._core.prediction import Kind, Prediction, assumed_kind, of_probabilities
 from ..._core.prng import check_key
+from ..._models.split_model import is_module
 from ...privacy._per_example.gradient_forms import wide
 from .._data import batches_of, check_definite, factors_of_data, size_of, snapshot
 from .._inner_products import products_of_outputs
@@ -362,6 +363,11 @@ def laplace(
     check_choice(api, "structure", structure, get_args(PosteriorStructure))
     if structure == "last_layer" and wrt is None:
         raise ValueError(f"{api}: structure='last_layer' needs wrt, an NNX filter that selects the last layer.")
+    if wrt is not None and not is_module(params):
+        raise TypeError(
+            f"{api}: wrt selects variables of an NNX module, but params is {describe(params)}; leave it out, and take "
+            "another structure than 'last_layer'."
+        )
     if prior_precision is not None and not isinstance(prior_precision, Tracer) and not 0 < prior_precision < math.inf:
         raise ValueError(f"{api}: prior_precision must be a positive number, but got {prior_precision}.")
     if structure in ("full", "last_layer", "ggn_lanczos") and fisher != "exact":

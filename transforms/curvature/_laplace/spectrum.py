@@ -16,6 +16,7 @@ from jax.tree_util import register_dataclass
 from ..._core.compat import Tracer
 from ..._core.eigh import eigh
 from ..._curvature.products import gnvp
+from ..._models.split_model import is_module
 from ...privacy._per_example.gradient_forms import wide
 from ...privacy._per_example.loss import PerExample, per_example
 from .._outputs import ModelAndLoss
@@ -99,9 +100,10 @@ def whole(
     of, structure = parameters_of("laplace", model, params, batches[0][0], argnums)
     size = sum(x.size for x in of.parameters)
     if size > _MOST:
+        fewer = ", or name fewer parameters by wrt" if is_module(params) else ""
         raise ValueError(
             f"laplace: the whole matrix would have {size:,} rows, but at most {_MOST:,} are stored; take another "
-            "structure, or name fewer parameters by wrt."
+            f"structure{fewer}."
         )
     total = sum((of_batch(params, *batch) for batch in batches[1:]), of_batch(params, *batches[0]))
     values, vectors = eigh(total / sum(len(jax.tree.leaves(x)[0]) for x, _ in batches))

@@ -90,7 +90,7 @@ def within_budget(
     if not found:  # JAX can trace none of them: one example at a time, as without a budget
         return MethodChoice("vmap", 1, "one example at a time")
     least = min(found, key=found.__getitem__)
-    smallest = f"{in_words(int(found[least]))}, for {least.examples} of {size} examples at a time"
+    smallest = f"{in_words(math.ceil(found[least]), up=True)}, for {least.examples} of {size} examples at a time"
     raise ValueError(
         f"{api}: no method fits into memory_budget={in_words(budget)}: the smallest found is {smallest}; "
         "raise the budget."
