@@ -14,12 +14,12 @@ ROOT = Path(__file__).parents[2]
 
 # Imperatives with which our messages recommend, at the beginning of a text or after a comma, a semicolon or a stop.
 _VERBS = (
-    "add apply build call cast choose convert create cut declare define delete divide drop fit freeze give include "
-    "increase install keep leave let list load make map mark merge move name omit pad pass put raise read reduce "
-    "remove rename repeat replace restart resume return run save set shard split stack start switch take trace train "
-    "turn use wait wrap write"
-).split()
-_RECOMMENDS = re.compile(rf"(?:^|[;:,.] (?:[a-z][^;:,.]* )??(?:do not )?)(?:{'|'.join(_VERBS)})\b", re.IGNORECASE)
+    "add|apply|build|call|cast|choose|convert|create|cut|declare|define|delete|divide|drop|fit|freeze|give|"
+    "include|increase|install|keep|leave|let|list|load|make|map|mark|merge|move|name|omit|pad|pass|put|raise|"
+    "read|reduce|remove|rename|repeat|replace|restart|resume|return|run|save|set|shard|split|stack|start|"
+    "switch|take|trace|train|turn|use|wait|wrap|write"
+)
+_RECOMMENDS = re.compile(rf"(?:^|[;:,.] (?:[a-z][^;:,.]* )??(?:do not )?)(?:{_VERBS})\b", re.IGNORECASE)
 
 
 def recommendations() -> dict[str, list[str]]:
