@@ -339,6 +339,7 @@ class DPSGD(Mechanism):
                 lambda: padding_only(data, self.ledger, self.num_examples, self._step.microbatch_size or 1),
                 lambda step, _: self.ledger.progress(step, target, self.target_delta, self.accountant, models),
                 target=target,
+                limited=target < wanted,
                 checkpoint_every=checkpoint_every,
                 history_every=history_every,
                 progress=progress,

@@ -37,6 +37,7 @@ def train(
     say: Callable[[int, Any], str],
     *,
     target: int,
+    limited: bool,
     checkpoint_every: int | None,
     history_every: int,
     progress: bool,
@@ -53,6 +54,7 @@ def train(
       example: returns a batch of any size, by which the program of a step is compared with that of a checkpoint.
       say: returns the text of the progress bar after a step.
       target: the last step.
+      limited: whether a budget limits it.
       checkpoint_every: steps between checkpoints.
       history_every: steps between rows of the history.
       progress: whether to show a bar.
@@ -65,7 +67,8 @@ def train(
         begin = int(state.step)
         if begin > target:
             newest = f"the newest checkpoint in {store.directory} is at step {begin}"
-            raise ValueError(f"DPSGD.fit: {newest}, after step {target}; pass more steps or another directory.")
+            more = "a larger epsilon_budget" if limited else "more steps"
+            raise ValueError(f"DPSGD.fit: {newest}, after step {target}; pass {more} or another directory.")
         identity.check_program([], lambda _: program_digest(jax.jit(private).trace(given, example()).jaxpr))
         if begin > start:
             store.going_on(begin, identity.differences)
@@ -125,6 +128,9 @@ def last_step(
       TypeError, ValueError: more steps than `num_steps`; a budget that is not positive, or that is spent already.
     """
     wanted = max(start, num_steps) if steps is None else start + steps
+    if steps and start >= num_steps:
+        what = f"the state has taken all {num_steps=} steps"
+        raise ValueError(f"DPSGD.fit: {what}; use a DPSGD with more, and with this noise_multiplier.")
     if steps is not None and wanted > num_steps:
         raise ValueError(f"DPSGD.fit: step {wanted} is beyond num_steps={num_steps}; pass fewer steps.")
     if epsilon_budget is None:
