@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 # Imperatives with which our messages recommend, at the beginning of a text or after a comma, a semicolon or a stop.
 _VERBS = (
-    "add|apply|build|call|cast|choose|convert|create|cut|declare|define|delete|divide|drop|fit|freeze|give|"
+    "add|apply|bind|build|call|cast|choose|convert|create|cut|declare|define|delete|divide|drop|fit|freeze|give|"
     "include|increase|install|keep|leave|let|list|load|make|map|mark|merge|move|name|omit|pad|pass|put|raise|"
     "read|reduce|remove|rename|repeat|replace|restart|resume|return|run|save|set|shard|split|stack|start|"
     "switch|take|trace|train|turn|use|wait|wrap|write"

@@ -195,7 +195,9 @@ def key_of_examples(fails: Fails) -> None:
     assert clipped(dropped, prng_argnum=2)(W, X, jax.random.key(0)).shape == (3,)
 
 
-@remedy("{}: the loss of one example has {}, which combines devices of the enclosing shard_map; move it out of the loss.")
+@remedy(
+    "{}: the loss of one example has {}, which combines devices of the enclosing shard_map; move it out of the loss."
+)
 def collective_in_a_loss(fails: Fails) -> None:
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     examples, shared = PartitionSpec("data"), PartitionSpec()

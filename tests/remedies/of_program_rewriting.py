@@ -254,6 +254,7 @@ def scaled(p: Any, x: Any) -> Any:
 
 
 @remedy(
+    "fold_bn: fun must take the parameters first, but got {}; {}.",
     "pass fold_bn(lambda model, *args: model(*args), model, *example)",
     "fold_bn: `params.{}` has no value here; call fold_bn {}.",
     "fold_bn: `params.{}` has a shape, but no value; pass arrays.",

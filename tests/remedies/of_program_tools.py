@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ def version(scale: float) -> Any:
     "aot: path must be a directory, but {} is a file; pass its directory.",
     "aot: key is empty; name the program and its version, such as 'loss 1', or omit key.",
     "aot: fun is under jax.jit and receives a module; pass the function without jax.jit.",
+    "aot: fun is under jax.jit with static arguments; bind them: functools.partial(fun, n=2).",
+    "aot: {}; bind it with functools.partial.",
 )
 def arguments_of_aot(fails: Fails) -> None:
     Path("programs").mkdir()
@@ -56,6 +59,13 @@ def arguments_of_aot(fails: Fails) -> None:
     call = lambda model, x: model(x)
     fails(aot(jax.jit(call), "programs", key="jitted"), model, X)
     assert np.allclose(aot(call, "programs", key="plain")(model, X), model(X))
+    power = lambda x, n: x**n
+    fails(aot(jax.jit(power, static_argnames="n"), "programs"), X, n=2)
+    fails(aot(jax.jit(power, static_argnums=1), "programs"), X, 2)
+    assert (aot(partial(power, n=2), "programs")(X) == X**2).all()
+    named = lambda x, name: jnp.sin(x) if name == "sine" else x
+    fails(aot(named, "programs"), X, "sine")
+    assert np.allclose(aot(partial(named, name="sine"), "programs")(X), np.sin(X))
 
 
 @remedy(
@@ -127,10 +137,7 @@ def exported_programs(fails: Fails) -> None:
     assert model(X)["mean"].shape == (2, 2)
 
 
-@remedy(
-    "CompileCache.disable: the cache at {} was set later; disable that one first, "
-    "or set {} to None."
-)
+@remedy("CompileCache.disable: the cache at {} was set later; disable that one first, or set {} to None.")
 def caches_that_were_set_later(fails: Fails) -> None:
     name = "jax_compilation_cache_dir"
     before = jax.config.values[name]

@@ -339,10 +339,10 @@ class DPSGD(Mechanism):
                 lambda: padding_only(data, self.ledger, self.num_examples, self._step.microbatch_size or 1),
                 lambda step, _: self.ledger.progress(step, target, self.target_delta, self.accountant, models),
                 target=target,
-                limited=target < wanted,
                 checkpoint_every=checkpoint_every,
                 history_every=history_every,
                 progress=progress,
+                limited=target < wanted,
             )
         if not interrupted:
             report_end(start, int(after.step), wanted, target, steps, epsilon_budget, progress)

@@ -37,10 +37,10 @@ def train(
     say: Callable[[int, Any], str],
     *,
     target: int,
-    limited: bool,
     checkpoint_every: int | None,
     history_every: int,
     progress: bool,
+    limited: bool,
 ) -> tuple[DPState, History, bool]:
     """Train until a step; return the last state, the history, and whether Ctrl-C ended the training.
 
@@ -54,10 +54,10 @@ def train(
       example: returns a batch of any size, by which the program of a step is compared with that of a checkpoint.
       say: returns the text of the progress bar after a step.
       target: the last step.
-      limited: whether a budget limits it.
       checkpoint_every: steps between checkpoints.
       history_every: steps between rows of the history.
       progress: whether to show a bar.
+      limited: whether an ε budget determines the last step.
     """
     start, history, save = int(state.step), None, None
     if store is not None:
