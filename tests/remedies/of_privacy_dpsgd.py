@@ -369,7 +369,7 @@ def data(fails: Fails) -> None:
 @remedy(
     "DPSGD.step: the batch was drawn {}; use each batch of dp.batches once, in order.",
     "{}: the batch was drawn {}; use batches of this DPSGD.",
-    "use the same settings, or call init(state.model, key=...) and compose both by DPSGD.event",
+    "call init(state.model, key=...) and compose both runs with DPSGD.event",
     "use the same settings",
 )
 def batches_and_states_of_others(fails: Fails) -> None:

@@ -129,7 +129,7 @@ def last_step(
     """
     wanted = max(start, num_steps) if steps is None else start + steps
     if steps and start >= num_steps:
-        what = f"the state has taken all {num_steps=} steps"
+        what = f"the state has taken {start} steps, which are all of {num_steps=}"
         raise ValueError(f"DPSGD.fit: {what}; use a DPSGD with more, and with this noise_multiplier.")
     if steps is not None and wanted > num_steps:
         raise ValueError(f"DPSGD.fit: step {wanted} is beyond num_steps={num_steps}; pass fewer steps.")

@@ -103,8 +103,9 @@ def _check_ledger(what: str, found: Ledger, mine: Ledger) -> None:
         if getattr(found, name) != getattr(mine, name):
             made = f"{what} was made with {name}={getattr(found, name)}, but this DPSGD has {getattr(mine, name)}"
             remedy = "use the same settings"
-            if found.sampling == mine.sampling == "poisson":  # otherwise there is no event
-                remedy = "use the same settings, or call init(state.model, key=...) and compose both by DPSGD.event"
+            if found.sampling == mine.sampling == "poisson":  # for others there is no event
+                other = "call init(state.model, key=...) and compose both runs with DPSGD.event"
+                remedy = f"{remedy}, or {other}"
             raise ValueError(f"{made}; {remedy}.")
 
 
