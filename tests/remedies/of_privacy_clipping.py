@@ -95,6 +95,7 @@ def grid_too_coarse(fails: Fails) -> None:
 
 @remedy("{}: l2_clip_norm is {}, which has no number; pass one, or a tree of them.")
 def clip_norms_without_a_number(fails: Fails) -> None:
+    empty: Any
     for empty in ({}, (), [None]):
         fails(clipped_grad, squares, l2_clip_norm=empty)
     same(clipped_grad(squares, l2_clip_norm=1.0)(W, X), SUM)

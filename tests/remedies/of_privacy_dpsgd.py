@@ -173,6 +173,7 @@ def auxiliary_outputs(fails: Fails) -> None:
     "DPSGD.init: two modules share `{}`; put them into one, such as nnx.Dict.",
 )
 def parameters_that_cannot_train(fails: Fails) -> None:
+    empty: Any
     for empty in ({}, None, []):
         fails(start, make(), empty)
     start(make(), {"w": W})

@@ -101,6 +101,8 @@ def lengths(fails: Fails) -> None:
     fails(bucketed(mean_of_rows, sizes=[1, 2]), X[:3])
     same(bucketed(mean_of_rows, sizes=[1, 2, 4])(X[:3]), expected)
     rows = lambda x, mask: x * mask[:, None]
+    axis: Any
+    sizes: Any
     for axis in (1, 2):
         fails(bucketed(rows, out_axes=axis), X[:3])
     assert bucketed(rows, out_axes=0)(X[:3]).shape == (3, 3)
@@ -242,6 +244,17 @@ def donations(fails: Fails) -> None:
     fails(assert_donated, jax.jit(step, donate_argnums=(0, 1)), W, X)
     assert_donated(jax.jit(lambda w, x: (step(w, x), x), donate_argnums=(0, 1)), W, X)
 
+    def changing(model: Any, x: Any) -> None:
+        model.kernel[...] -= jnp.sum(x)
+
+    def returning(model: Any, x: Any) -> Any:
+        changing(model, x)
+        return model
+
+    for fun in (nnx.jit(changing, donate_argnums=0), jax.jit(changing, donate_argnums=0)):
+        fails(assert_donated, fun, linear(0), X)
+    assert_donated(jax.jit(returning, donate_argnums=0), linear(0), X)
+
 
 # `fold_bn`.
 
@@ -293,6 +306,7 @@ class Counted(nnx.Module):
 @remedy("fold_bn: {}; call model.eval(), or nnx.clone(model) in fun.")
 def folding_of_changed_modules(fails: Fails) -> None:
     call = lambda model, x: model(x)
+    model: Any
     for layer in (nnx.BatchNorm(3, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(0))):
         model = Pair(linear(0), layer)
         fails(fold_bn, call, model, EXAMPLE)
