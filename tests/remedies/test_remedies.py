@@ -28,6 +28,10 @@ NONE: dict[str, str] = {
     "an earlier version wrote it, without what identifies its run": "is no recommendation",
     "the checkpoints in {} are renamed to step_*.earlier, and the run starts anew.": "says what has been done",
     "{} It is skipped, and will be renamed if a new one has its name.": "says what is done",
+    "the adversary {}; a canary {}, put in or left out at random": "is the threat model of an audit",
+    ", inside the backward pass": "is a part of a report",
+    "DPSGD.from_plan: config has no noise yet; pass config.calibrate(epsilon=..., delta=...).": "needs jax-privacy 2.2",
+    "compile_for: {} needs the TPU compiler; install it with pip install 'plurax[tpu]'.": "needs that compiler",
 }
 
 

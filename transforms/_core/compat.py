@@ -118,7 +118,11 @@ def varying(x: Any, axes: Iterable[str]) -> Any:
 
 def one_of(examples: Any) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype of one example of a batch; inside a `shard_map` it varies over the same axes."""
-    shape, dtype, kind = examples.shape[1:], jax.dtypes.result_type(examples), jax.typeof(examples)
+    return struct_like(jax.typeof(examples), examples.shape[1:], jax.dtypes.result_type(examples))
+
+
+def struct_like(kind: Any, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """Return a struct that varies over the same axes of a surrounding `shard_map` as the abstract value `kind`."""
     if not varying_axes(kind):
         return jax.ShapeDtypeStruct(shape, dtype)
     sharding = NamedSharding(kind.sharding.mesh, PartitionSpec())

@@ -51,6 +51,7 @@ _MOST = 16
 _ROUNDING, _HALF_ROUNDING = 100, 8
 # Why a loss with random numbers is unknown: its values differ, or its examples would draw others together than alone.
 RANDOM_REASONS = ("the loss depends on random numbers", "the loss draws random numbers")
+_REMEDY = "return the mean over its batch, or pass has_aux=True if it returns (loss, aux)"
 # Primitives that draw random numbers.
 _RANDOM = frozenset(["random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32"])
 
@@ -148,7 +149,7 @@ def check_loss(
     refuse_shared_state(api, loss, owner, args, kwargs)
     for name, value in ({argument_name(loss, args, i): x for i, x in enumerate(args)} | kwargs).items():
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value)):
-            raise TypeError(f"{api}: `{name}` is traced; call check_loss outside of jit.")
+            raise TypeError(f"{api}: `{name}` is traced; call check_loss outside of jit, grad and vmap.")
     batch = {i: args[i] for i in positions}, kwargs
     rest = tuple(None if i in batch[0] else value for i, value in enumerate(args))
     if is_padding_example is None:
@@ -233,7 +234,7 @@ def compared(
 
         def loss(rows: Any, number: Any) -> jax.Array:
             value = evaluate(arrays, rows, number)
-            scalar_seed("check_loss: the loss", value, "return the mean over its batch")
+            scalar_seed("check_loss: the loss", value, _REMEDY)
             return jnp.asarray(value)
 
         def together(at: Any) -> jax.Array:

@@ -186,8 +186,11 @@ def _cut(fun: Any, args: Sequence[Any], positions: tuple[int, ...], parts: int) 
     selected = resolve_argnums("accumulate", fun, positions, args, "batch_argnums")
     for i in selected:
         if models_of(args[i]):
-            raise TypeError(f"accumulate: `{argument_name(fun, args, i)}` is a model; remove it from batch_argnums.")
+            name = argument_name(fun, args, i)
+            raise TypeError(f"accumulate: `{name}` is a model; name only arguments with examples in batch_argnums.")
     size = count_examples("accumulate", fun, selected, args)
+    if 0 < size < parts:
+        raise ValueError(f"accumulate: micro_batches={parts} is more than the {size} examples; pass fewer.")
     if size % parts:
         raise ValueError(f"accumulate: micro_batches={parts} does not divide the {size} examples; drop some.")
     batch = {i: args[i] for i in selected}

@@ -65,13 +65,16 @@ class CompileCache:
         """Restore the earlier settings and stop counting.
 
         Raises:
-          ValueError: the cache directory was set again later; nothing changes then.
+          ValueError: the cache directory was set again later, and not to None; nothing changes then.
         """
         if self._before is None:
             return
         now = getattr(jax.config, _DIRECTORY)
-        if now is not self._set[_DIRECTORY]:
-            raise ValueError(f"CompileCache.disable: the cache at {now!r} was set later; disable that one first.")
+        if now is not None and now is not self._set[_DIRECTORY]:
+            raise ValueError(
+                f"CompileCache.disable: the cache at {now!r} was set later; disable that one first, "
+                f"or set {_DIRECTORY} to None."
+            )
         before, self._before = self._before, None
         jax.monitoring.unregister_event_listener(self._count)
         _update(before)

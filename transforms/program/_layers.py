@@ -69,7 +69,10 @@ def stack_layers(layers: Sequence[Any]) -> Stack:
         raise ValueError("stack_layers: the list of layers is empty; pass at least one layer.")
     for i, layer in enumerate(layers):
         if not is_module(layer):
-            raise TypeError(f"stack_layers: layer {i} is {describe(layer)}, not an NNX module; use jax.lax.scan.")
+            what = f"layer {i} is {describe(layer)}, not an NNX module"
+            mixed = any(map(is_module, layers))
+            cure = "make it a part of the modules" if mixed else "stack the arrays of all layers for jax.lax.scan"
+            raise TypeError(f"stack_layers: {what}; {cure}.")
     from ._stack import Stack
 
     return Stack(stack_models("stack_layers", "layer", _REMEDY, layers).merge(), len(layers))
@@ -181,7 +184,9 @@ def _check_arrays(name: str, tree: Any, size: int | None = None) -> None:
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_model):
         if is_model(leaf):
             what = f"`{leaf_name(name, path)}` is a {type(leaf).__name__}"
-            raise TypeError(f"scan_layers: {what}, but carry and xs hold arrays; pass models as shared arguments.")
+            if size is None:
+                raise TypeError(f"scan_layers: {what}, but carry holds arrays; pass models as shared arguments.")
+            raise TypeError(f"scan_layers: {what}, but xs holds arrays; make models parts of the layers of the stack.")
         if size is not None and (not hasattr(leaf, "shape") or leaf.shape[:1] != (size,)):
             what = f"`{leaf_name(name, path)}` is {describe(leaf)}, but axis 0 must be the {size} layers"
             raise ValueError(f"scan_layers: {what}; pass values that all layers share as shared arguments.")

@@ -223,5 +223,9 @@ def test_errors_of_grids(options: Any, error: type[Exception], match: str) -> No
 
 
 def test_grids_need_64_bits() -> None:
+    with jax.enable_x64(True):
+        made = clipped_fun(lambda x: x, l2_clip_norm=1.0, grid_scale=100)
     with pytest.raises(ValueError, match="grid_scale needs 64-bit integers"):
-        clipped_grad(loss, l2_clip_norm=1.0, grid_scale=9)
+        made(jnp.ones((4, 2)))
+    with pytest.raises(ValueError, match="grid_scale needs 64-bit integers"):
+        clipped_grad(loss, batch_argnums=(1, 2), l2_clip_norm=1.0, grid_scale=9)(W, X, Y)

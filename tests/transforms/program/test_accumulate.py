@@ -290,7 +290,7 @@ def assigns(model: Any, x: jax.Array) -> jax.Array:
             {"batch_argnums": 0},
             jnp.ones(4),
             TypeError,
-            "`params` is a model; remove it from batch_argnums",
+            "`params` is a model; name only arguments with examples",
         ),
         (loss, {}, {"x": 1.0}, ValueError, r"`batch\['x'\]` is 1.0 .*; pass it in another argument"),
         (

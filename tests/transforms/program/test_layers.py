@@ -406,7 +406,7 @@ class NoLayer:
         (3, TypeError, "layers must be a list of NNX modules, but got 3 of type int"),
         ("ab", TypeError, "layers must be a list of NNX modules, but got 'ab' of type str"),
         ([], ValueError, "the list of layers is empty; pass at least one layer"),
-        ([NoLayer()], TypeError, "layer 0 is .*NoLayer.*, not an NNX module; use jax.lax.scan"),
+        ([NoLayer()], TypeError, "layer 0 is .*NoLayer.*, not an NNX module; stack the arrays"),
     ],
 )
 def test_invalid_lists_of_layers_are_refused(layers: Any, error: type[Exception], message: str) -> None:
@@ -530,7 +530,7 @@ def test_models_are_neither_carried_nor_sliced() -> None:
     stack, x = stack_layers([nnx.LayerNorm(3, rngs=nnx.Rngs(0)) for _ in range(2)]), jnp.ones(3)
     with pytest.raises(TypeError, match=r"^scan_layers: `carry\[1\]` is a Rngs, but .* pass models as shared"):
         scan_layers(stack, (x, nnx.Rngs(0)))
-    with pytest.raises(TypeError, match=r"^scan_layers: `xs\['a'\]` is a Linear, but carry and xs hold arrays"):
+    with pytest.raises(TypeError, match=r"^scan_layers: `xs\['a'\]` is a Linear, but xs holds arrays; make models"):
         scan_layers(stack, x, xs={"a": nnx.Linear(2, 3, rngs=nnx.Rngs(0))})
 
 

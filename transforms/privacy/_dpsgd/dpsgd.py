@@ -347,6 +347,7 @@ class DPSGD(Mechanism):
                 checkpoint_every=checkpoint_every,
                 history_every=history_every,
                 progress=progress,
+                limited=target < wanted,
             )
         if not interrupted:
             report_end(start, int(after.step), wanted, target, steps, epsilon_budget, progress)

@@ -45,6 +45,7 @@ def train(
     checkpoint_every: int | timedelta | None,
     history_every: int,
     progress: bool,
+    limited: bool,
 ) -> tuple[DPState, History, bool]:
     """Train until a step; return the last state, the history, and whether Ctrl-C ended the training.
 
@@ -61,6 +62,7 @@ def train(
       checkpoint_every: steps or time between checkpoints; None writes only the final one.
       history_every: steps between rows of the history.
       progress: whether to show a bar.
+      limited: whether an ε budget determines the last step.
     """
     start, history, save = int(state.step), None, None
     if store is not None:
@@ -71,7 +73,8 @@ def train(
         begin = int(state.step)
         if begin > target:
             newest = f"the newest checkpoint in {store.directory} is at step {begin}"
-            raise ValueError(f"DPSGD.fit: {newest}, after step {target}; pass more steps or another directory.")
+            more = "a larger epsilon_budget" if limited else "more steps"
+            raise ValueError(f"DPSGD.fit: {newest}, after step {target}; pass {more} or another directory.")
         identity.check_program([], lambda _: program_digest(jax.jit(private).trace(given, example()).jaxpr))
         if begin > start or identity.takes_over:
             key = "the key of its checkpoint instead of that of `state`" if identity.takes_over else ""
@@ -134,6 +137,9 @@ def last_step(
       TypeError, ValueError: more steps than `num_steps`; a budget that is not positive, or that is spent already.
     """
     wanted = max(start, num_steps) if steps is None else start + steps
+    if steps and start >= num_steps:
+        what = f"the state has taken {start} steps, which are all of {num_steps=}"
+        raise ValueError(f"DPSGD.fit: {what}; use a DPSGD with more, and with this noise_multiplier.")
     if steps is not None and wanted > num_steps:
         raise ValueError(f"DPSGD.fit: step {wanted} is beyond num_steps={num_steps}; pass fewer steps.")
     if epsilon_budget is None:

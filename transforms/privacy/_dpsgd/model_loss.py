@@ -159,7 +159,8 @@ def _call(
             raise ValueError(f"DPSGD: {what}; {remedy}.")
         found.append({path: arrays[path] for path in paths})
     value = pair_of("DPSGD", out)[0] if has_aux else out
-    scalar_seed("DPSGD: the loss", value, "return the mean over its batch, which has one example")
+    remedy = "return the mean over its batch, which has one example, or pass has_aux=True if it returns (loss, aux)"
+    scalar_seed("DPSGD: the loss", value, remedy)
     return out, found
 
 

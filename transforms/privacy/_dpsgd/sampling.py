@@ -174,10 +174,11 @@ def _arguments(data: Any, num_examples: int) -> tuple[Any, ...]:
     for path, leaf in jax.tree.leaves_with_path(data):
         if is_key(leaf):
             raise TypeError(f"DPSGD.batches: `{leaf_name('data', path)}` holds random keys; pass arrays of numbers.")
-    if count != num_examples:
-        raise ValueError(
-            f"DPSGD.batches: data has {count} examples, but {num_examples=}; pass all examples, not batches."
-        )
+    what = f"DPSGD.batches: data has {count} examples, but {num_examples=}"
+    if count < num_examples:
+        raise ValueError(f"{what}; pass all examples, not batches.")
+    if count > num_examples:
+        raise ValueError(f"{what}; make the DPSGD with num_examples={count}.")
     return tuple(data) if isinstance(data, (tuple, list)) else (data,)
 
 

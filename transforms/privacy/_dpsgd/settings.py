@@ -121,7 +121,7 @@ def checked_sampling(
         raise ValueError('DPSGD: sampling="b_min_sep" needs a noise_strategy; without one, use Poisson sampling.')
     if steps < bands:
         most = f"batches of {num_examples / bands:g} examples, but {expected_batch_size=}"
-        raise ValueError(f'DPSGD: sampling="b_min_sep" with {bands} bands allows {most}; use fewer bands.')
+        raise ValueError(f'DPSGD: sampling="b_min_sep" with {bands} bands allows {most}; pass a smaller one.')
     return Sampled(size, 1 / (steps - bands + 1), bands, None)
 
 

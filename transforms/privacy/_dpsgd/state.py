@@ -100,7 +100,10 @@ def _check_ledger(what: str, found: Ledger, mine: Ledger) -> None:
     for name in vars(mine):
         if getattr(found, name) != getattr(mine, name):
             made = f"{what} was made with {name}={getattr(found, name)}, but this DPSGD has {getattr(mine, name)}"
-            remedy = "use the same settings, or call init(state.model, key=...) and compose both runs with DPSGD.event"
+            remedy = "use the same settings"
+            if found.sampling == mine.sampling == "poisson":  # for others there is no event
+                other = "call init(state.model, key=...) and compose both runs with DPSGD.event"
+                remedy = f"{remedy}, or {other}"
             raise ValueError(f"{made}; {remedy}.")
 
 
@@ -118,7 +121,7 @@ def check_trainable(tree: Any, trainable: Any, models: Iterable[Any]) -> None:
             f"the Linen variables have {others} in addition to 'params', which would train, with noise, as parameters"
         )
         remedy = 'pass variables["params"] alone, and let the loss close over the rest'
-        raise ValueError(f"DPSGD.init: {what}; {remedy}, or pass a member of Ensemble.from_apply(apply, variables).")
+        raise ValueError(f"DPSGD.init: {what}; {remedy}, or pass a member of Ensemble.from_apply(apply, [variables]).")
     # If nothing trains, report the first leaf. Complex parameters raise too: the noise would have half of its variance
     # in each part.
     train = jax.tree.leaves_with_path(trainable) or leaves

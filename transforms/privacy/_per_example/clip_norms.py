@@ -117,8 +117,11 @@ class ClipNorms:
     def before_rounding(self, api: str, grid_scale: int, count: int) -> ClipNorms:
         """Return the clip norm that leaves room for rounding `count` numbers to the grid, half a step each.
 
-        After rounding, in steps of C / grid_scale, the norm is then at most C.
+        After rounding, in steps of C / grid_scale, the norm is then at most C. Raise without 64-bit integers, to which
+        the numbers are rounded.
         """
+        if not setting("jax_enable_x64"):
+            raise ValueError(f"{api}: grid_scale needs 64-bit integers; call it with jax.enable_x64(True).")
         (norm,) = self.norms
         room = 1 - 0.5 * math.sqrt(count) / grid_scale
         if room <= 0:
@@ -172,7 +175,7 @@ def clip_norms(
 
 
 def check_grid(api: str, grid_scale: Any, clipping: ClipNorms, normalize_by: float, dtype: Any) -> None:
-    """Raise if sums of numbers on a grid do not go with the other options, or without 64-bit integers."""
+    """Raise if sums of numbers on a grid do not go with the other options."""
     if grid_scale is None:
         return
     check_count(api, "grid_scale", grid_scale)
@@ -184,9 +187,7 @@ def check_grid(api: str, grid_scale: Any, clipping: ClipNorms, normalize_by: flo
         "dtype": dtype is not None,
     }
     if wrong := [name for name, is_given in given.items() if is_given]:
-        raise ValueError(f"{api}: grid_scale gives sums of integers, without {' or '.join(wrong)}; omit it.")
-    if not setting("jax_enable_x64"):
-        raise ValueError(f"{api}: grid_scale needs 64-bit integers; call it with jax.enable_x64(True).")
+        raise ValueError(f"{api}: grid_scale gives sums of integers, without {' or '.join(wrong)}; omit either.")
 
 
 def sum_on_grid(each: Any, weights: jax.Array, clip_norm: Any, grid_scale: int) -> Any:

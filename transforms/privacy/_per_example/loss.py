@@ -47,7 +47,7 @@ def per_example(api: str, fun: Any, argnums: Any, batch_argnums: Any) -> Callabl
     if both:
         raise ValueError(
             f"{api}: argument {both[0]} is in argnums and in batch_argnums, but parameters have no axis of examples; "
-            "remove it from one of them."
+            "name parameters in argnums, and examples in batch_argnums."
         )
     return partial(PerExample, api, fun, positions, filters, batched)
 

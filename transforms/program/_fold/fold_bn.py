@@ -86,8 +86,11 @@ def fold_bn(
     leaves, structure = _split(params, numbers=False)
     arguments, argument_structure = _split(tuple(rest))
     for name, leaf in zip(names, leaves, strict=True):
-        if isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)):
-            raise TypeError(f"fold_bn: `params.{name}` has no value here; call fold_bn outside jax.jit.")
+        if isinstance(leaf, Tracer):
+            outside = "outside jax.jit, jax.grad and jax.vmap"
+            raise TypeError(f"fold_bn: `params.{name}` has no value here; call fold_bn {outside}.")
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise TypeError(f"fold_bn: `params.{name}` has a shape, but no value; pass arrays.")
     # Keep only the types of the old parameters for later traces, so that their memory can be freed.
     leaf_types = jax.eval_shape(lambda *x: list(x), *leaves)
     flat, _ = _trace(fun, leaf_types, structure, arguments, argument_structure)
@@ -156,7 +159,8 @@ def _trace(
         out, models = call_with_models(fun, split)
         for paths in changes(fun, split, models, ignore_unused=True):
             if paths:
-                raise ValueError(f"fold_bn: fun changes `{paths[0]}` of a module, as in training; call model.eval().")
+                what = f"fun changes `{paths[0]}` of a module, as in training"
+                raise ValueError(f"fold_bn: {what}; call model.eval(), or nnx.clone(model) in fun.")
         return out
 
     with module_scopes():

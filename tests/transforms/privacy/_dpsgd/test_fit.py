@@ -124,7 +124,7 @@ def test_a_state_beyond_the_run_is_unchanged(dp: DPSGD, state: Any) -> None:
     after, _ = fit(dp, state, steps=6)
     with pytest.warns(UserWarning, match=r"^DPSGD.fit: no step was taken, since the state has taken all 6 steps"):
         assert_same(fit(shorter, after)[0], after)
-    with pytest.raises(ValueError, match=r"^DPSGD.fit: step 7 is beyond num_steps=4; pass fewer steps"):
+    with pytest.raises(ValueError, match=r"^DPSGD.fit: the state has taken 6 steps, which are all of num_steps=4; use"):
         fit(shorter, after, steps=1)
 
 

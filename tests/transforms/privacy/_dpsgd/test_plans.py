@@ -186,7 +186,7 @@ def test_balls_in_bins_need_less_noise_than_no_sampling() -> None:
         ({"sampling": "b_min_sep"}, 'sampling="b_min_sep" needs a noise_strategy; without one, use Poisson sampling'),
         (
             {"sampling": "b_min_sep", "noise_strategy": STRATEGY, "expected_batch_size": 20.0},
-            'sampling="b_min_sep" with 3 bands allows batches of 13.3333 examples, but expected_batch_size=20.0; use',
+            'sampling="b_min_sep" with 3 bands allows batches of 13.3333 examples, but expected_batch_size=20.0; pa',
         ),
         ({"sampling": "balls_in_bins", "truncated_batch_size": 9}, "truncated_batch_size needs Poisson sampling, but"),
         ({"sampling": "balls_in_bins", "accountant": "rdp"}, 'accountant="rdp" does not know sampling="balls_in_bins"'),

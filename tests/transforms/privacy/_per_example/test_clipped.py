@@ -15,6 +15,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from plurax.ensemble import Ensemble, Trainer
 from plurax.transforms import clipped_grad, per_sample_grad, per_sample_norm, value_and_grad, vmap
@@ -215,6 +217,15 @@ def test_modules_and_their_explanation() -> None:
 
 
 @pytest.mark.slow
+@METHODS
+def test_inside_a_shard_map_over_one_device(method: str) -> None:
+    of = clipped_grad(loss, batch_argnums=(1, 2), l2_clip_norm=0.5, method=method)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    summed = lambda *args: jax.lax.psum(of(*args), "data")
+    found = jax.jit(jax.shard_map(summed, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P()))(PARAMS, X, Y)
+    assert_close(found, jax.tree.map(jnp.asarray, one_by_one(0.5)[0]))
+
+
 def test_members_of_an_ensemble_train_with_clipped_gradients() -> None:
     ens = Ensemble.create(Net, 2, seed=0)
 

@@ -806,7 +806,7 @@ def test_wrong_arguments_are_refused() -> None:
         fold_bn(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), IMAGE)
     with pytest.raises(TypeError, match=r"`params\.b` has no value here; call fold_bn outside jax\.jit"):
         jax.jit(lambda p: fold_bn(fun, p, IMAGE)[1])(PARAMS)
-    with pytest.raises(TypeError, match=r"`params\.b` has no value here"):
+    with pytest.raises(TypeError, match=r"`params\.b` has a shape, but no value; pass arrays"):
         fold_bn(fun, jax.eval_shape(lambda: PARAMS), IMAGE)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...._core.compat import JaxprEqn, Literal
+from ...._core.compat import JaxprEqn, Literal, struct_like
 from ...._core.jaxpr import ELEMENTWISE, REMAT, aval, evaluate, interpret
 from ..in_backward import InBackward
 from ..loss import ExampleProgram
@@ -29,7 +29,7 @@ def ordinary_bytes(program: ExampleProgram) -> int:
     again from others, and the largest array.
     """
     inputs = map(aval, program.closed.jaxpr.invars[len(program.parameters) :])
-    example = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
+    example = [struct_like(x, x.shape, x.dtype) for x in inputs]
 
     def visit(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
         if eqn.primitive.name == "jit":  # evaluated as a part of the program, so that its operations are known
