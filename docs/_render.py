@@ -6,7 +6,7 @@
 The blocks marked "python", without a title, run from top to bottom in one namespace. What one prints follows it in a
 block marked "text" and titled "Output", which nobody types by hand; where it holds times, its title says more than
 "Output", and tests only run it. Where it holds figures of the compiler, its title ends with the version of JAX that it
-was rendered with, such as "Output (jax 0.10)", and other versions only run it. Output that differs by rounding alone
+was rendered with, such as "Output (jax 0.10.2)", and other versions only run it. Output that differs by rounding alone
 stays, and so does a guide whose code fails.
 """
 
@@ -27,7 +27,7 @@ BLOCK = re.compile(
     r'^```python\n(?P<code>.*?)^```\n(?:\n```text title="(?P<title>Output[^"]*)"\n(?P<output>.*?)^```\n)?',
     re.MULTILINE | re.DOTALL,
 )
-OF_A_VERSION = re.compile(r"\(jax (\d+\.\d+)\)$")
+OF_A_VERSION = re.compile(r"\(jax (\d+\.\d+\.\d+)\)$")
 NUMBER = re.compile(r"-?\d+(?:\.\d*)?(?:e[+-]?\d+)?")
 
 
@@ -71,7 +71,7 @@ def run(page: str) -> Page:
         if agree(shown, output):
             output = shown
         elif version:
-            if ".".join(map(str, jax.__version_info__[:2])) != version[1]:
+            if ".".join(map(str, jax.__version_info__[:3])) != version[1]:
                 output = shown
             else:
                 changes.append((shown, output))

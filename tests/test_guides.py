@@ -77,7 +77,7 @@ del x
 
 
 def test_figures_of_the_compiler_are_compared_at_their_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    page = PAGE.replace('"Output"', '"Output (jax 0.10)"').replace("0.33333", "0.5")
+    page = PAGE.replace('"Output"', '"Output (jax 0.10.2)"').replace("0.33333", "0.5")
     monkeypatch.setattr(GUIDES.jax, "__version_info__", (0, 12, 1))
     other = GUIDES.run(page)
     assert (other.text, other.changes) == (page, [])

@@ -259,7 +259,7 @@ modules, config = set(sys.modules), dict(jax.config.values)
 {statement}
 print(json.dumps({{
     "loads": sorted({{name.partition(".")[0] for name in set(sys.modules) - modules}}),
-    "settings": [name for name, value in jax.config.values.items() if config[name] != value],
+    "settings": [name for name, value in jax.config.values.items() if config.get(name, value) != value],
 }}))
 """
 

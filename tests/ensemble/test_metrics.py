@@ -81,7 +81,7 @@ def test_several_labels_for_each_example(lead):
         p.reshape(-1, 60, 4), np.ravel(metrics.nll(p, labels)), np.ravel(metrics.accuracy(p, labels)), strict=True
     ):
         np.testing.assert_allclose(nll, log_loss(labels.ravel(), np.asarray(one), labels=range(4)), rtol=1e-5)
-        np.testing.assert_allclose(accuracy, accuracy_score(labels.ravel(), one.argmax(axis=-1)), rtol=1e-6)
+        np.testing.assert_allclose(accuracy, accuracy_score(labels.ravel(), np.asarray(one).argmax(axis=-1)), rtol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(40,), (8, 5)])

@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import sys
+import sysconfig
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import jaxlib
 from .compat import JaxprEqn
 
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
 _OF_JAX = tuple(str(Path(str(module.__file__)).parent) + os.sep for module in (jax, jaxlib))
 # The folder that this package is imported from: a source checkout is not in site-packages.
 _OWN = tuple(folder + os.sep for folder in sys.modules["plurax.transforms"].__path__)
@@ -32,6 +34,11 @@ def is_ours(file: str) -> bool:
     return file.startswith(_OWN)
 
 
+def is_installed(file: str) -> bool:
+    """Return whether a source file, or a line of one, belongs to an installed package or to the standard library."""
+    return _INSTALLED.search(file) is not None or file.startswith(_STANDARD)
+
+
 def users_line(stack: Iterable[str]) -> str:
     """Return the user's line from a stack of lines, innermost first.
 
@@ -40,7 +47,7 @@ def users_line(stack: Iterable[str]) -> str:
     """
     inside = itertools.takewhile(lambda line: not line.startswith(__file__), stack)
     lines = [line for line in inside if not is_ours(line) and not line.startswith(_OF_JAX)]
-    return next((line for line in lines if not _INSTALLED.search(line)), lines[0] if lines else "")
+    return next((line for line in lines if not is_installed(line)), lines[0] if lines else "")
 
 
 def source_of(eqn: JaxprEqn) -> str:

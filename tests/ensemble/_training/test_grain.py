@@ -46,7 +46,7 @@ def map_dataset(points: Points) -> Any:
 
 
 def iter_dataset(points: Points) -> Any:
-    options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=1)
+    options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     return grain.MapDataset.source(points).shuffle(seed=3).repeat().to_iter_dataset(options).batch(4)
 
 

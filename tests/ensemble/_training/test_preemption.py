@@ -95,7 +95,7 @@ def loaded_by_grain(index: int, count: int, made: Path) -> Any:
         return batch
 
     mine = grain.MapDataset.source(Numbers()).shuffle(seed=3).repeat()[index::count]
-    options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=1)
+    options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     return mine.batch(8 // count).map(noted).to_iter_dataset(options)
 
 

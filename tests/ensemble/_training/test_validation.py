@@ -445,7 +445,9 @@ class Test_refusals:
             fit(trainer_of(), ens, source, validation=Once(), **options)
 
 
-def test_the_bar_shows_the_latest_values(ens, capsys):
+def test_the_bar_shows_the_latest_values(ens, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("LINES", "24")
     trainer = trainer_of()
     _, history = trainer.fit(trainer.init(ens), batches(5), validation=(X, Y), validate_every=4, metrics=scores)
     shown = capsys.readouterr().err

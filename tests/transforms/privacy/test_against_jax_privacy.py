@@ -472,7 +472,7 @@ REFUSED_THERE: dict[str, Wrong] = {
 @pytest.mark.parametrize("name", REFUSED_OTHERWISE)
 def test_errors_with_another_type(name: str) -> None:
     case, theirs, ours = REFUSED_OTHERWISE[name]
-    assert error_of(jax_privacy.clipped_grad, *case) is theirs
+    assert error_of(jax_privacy.clipped_grad, *case) in (theirs, StopIteration)  # of jax-privacy 2.0 for argnums twice
     assert error_of(clipped_grad, *case) is ours
 
 

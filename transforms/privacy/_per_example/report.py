@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..._core.source_lines import is_ours
+from ..._core.source_lines import is_installed, is_ours
 from .clip_norms import ClipGroups
 from .gradient_forms import GradientForm, OuterProduct, RowSparse
 from .in_backward import InBackward
@@ -97,6 +97,6 @@ def _where(use: ParameterUse) -> str:
     """Return the innermost line of user code that a use comes from."""
     for eqn in (use.eqn, *reversed(use.within)):  # a library's jitted function may have been traced for another caller
         for frame in getattr(eqn.source_info.traceback, "frames", []):
-            if not is_ours(frame.file_name) and "site-packages" not in frame.file_name:
+            if not is_ours(frame.file_name) and not is_installed(frame.file_name):
                 return f"{frame.file_name}:{frame.line_num} in {frame.function_name}"
     return "unknown"
