@@ -88,6 +88,7 @@ def from_orbax(path: str | os.PathLike[str], like: Saved) -> Saved:
         raise TypeError(f"from_orbax: like must be an Ensemble or a TrainState, but got {type(like).__name__}.")
     from orbax.checkpoint import PyTreeCheckpointer, args, checkpoint_utils
 
+    expected: Any = like
     path = Path(path).resolve()
     if not path.exists():
         raise FileNotFoundError(f"from_orbax: there is no checkpoint at {path}.")
@@ -96,15 +97,16 @@ def from_orbax(path: str | os.PathLike[str], like: Saved) -> Saved:
         if isinstance(like, Ensemble):
             held = {name: x for name, x in held.items() if name[0] == "ensemble"}
         else:  # of a run with early stopping, or not
-            like = like._like_with_best() if any(name[0] == "last" for name in held) else like._going_on()
-        arrays = _named("from_orbax", like)
+            has_best = any(name[0] == "last" for name in held)
+            expected = like._like_with_best() if has_best else like._going_on()
+        arrays = _named("from_orbax", expected)
         wanted = {name: x for name, x in arrays.items() if x.size}
         _check(f"from_orbax: the checkpoint at {path}", held, wanted)
         item = _nested(wanted)
         how = checkpoint_utils.construct_restore_args(item)
         found = _flat(checkpointer.restore(path, args.PyTreeRestore(item, restore_args=how, partial_restore=True)))
     empty = {name: jnp.zeros(x.shape, x.dtype) for name, x in arrays.items() if not x.size}
-    return jax.tree.unflatten(jax.tree.structure(like), [(found | empty)[name] for name in arrays])
+    return jax.tree.unflatten(jax.tree.structure(expected), [(found | empty)[name] for name in arrays])
 
 
 def _named(api: str, saved: TrainState | Ensemble) -> dict[Name, Any]:

@@ -62,8 +62,8 @@ def started(folder: Path, told: int | None) -> None:
     # Five minutes are 0.3 seconds, and the disk of the test's machine may be slow.
     checkpoint_clock.now, checkpoint_clock._SHARE = (lambda: 1000.0 * time.monotonic()), 1e9
 
-    def drawn(count: int) -> bytes:
-        key = draw(count)
+    def drawn(nbytes: int | None = None) -> bytes:
+        key = draw(nbytes)
         with (folder / "keys.txt").open("a") as file:
             file.write(f"{key.hex()}\n")
         return key
