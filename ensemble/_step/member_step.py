@@ -98,8 +98,8 @@ class MemberStep:
         """
         trainable, rest, opt_state, standing = arrays
 
-        # For optimizers with a line search. In `shard_map` each device would end its search by itself, and a collective
-        # inside the search would wait for devices that have finished.
+        # For optimizers with a line search or second derivatives. In `shard_map` each device would end its search by
+        # itself, and a collective inside the search would wait for devices that have finished.
         def loss_at(trainable: Any) -> jax.Array:
             """Return the loss at other parameters."""
             if split:
@@ -117,6 +117,7 @@ class MemberStep:
         fails = standing.trains & ~is_finite if self.freeze else jnp.array(False)
         takes = standing.trains & ~fails
         extra = {"value": metrics["loss"], "grad": gradients, "value_fn": loss_at, "grad_fn": gradients_at}
+        extra["obj_fn"] = loss_at  # the name in `optax.contrib.sophia`
 
         def new_arrays() -> Any:
             """Return the arrays of the member if it takes the step."""

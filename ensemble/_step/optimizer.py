@@ -201,7 +201,8 @@ def _is_number(value: Any) -> bool:
 def _is_per_member(value: Any) -> bool:
     if isinstance(value, (np.ndarray, jax.Array)):
         return value.ndim > 0
-    return isinstance(value, Sequence) and not isinstance(value, str)
+    # A transformation, as `optax.contrib.schedule_free` takes, is a named tuple.
+    return isinstance(value, Sequence) and not isinstance(value, (str, optax.GradientTransformation))
 
 
 def _values_of(name: str, value: Any) -> np.ndarray:
