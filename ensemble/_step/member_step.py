@@ -117,7 +117,6 @@ class MemberStep:
         fails = standing.trains & ~is_finite if self.freeze else jnp.array(False)
         takes = standing.trains & ~fails
         extra = {"value": metrics["loss"], "grad": gradients, "value_fn": loss_at, "grad_fn": gradients_at}
-        extra["obj_fn"] = loss_at  # the name in `optax.contrib.sophia`
 
         def new_arrays() -> Any:
             """Return the arrays of the member if it takes the step."""

@@ -111,7 +111,7 @@ class MemberOptimizer:
           params: the parameters.
           schedules: the index of the member's schedule, for each hyperparameter with schedules.
           grad_fn: the gradients of the loss at other parameters, for `optax.contrib.sam`.
-          **extra: extra arguments for optimizers that take them, such as `optax.lbfgs`.
+          **extra: extra arguments for optimizers that take them, such as `value_fn` for `optax.lbfgs`.
         """
         if schedules:
             # optax would evaluate one schedule for all members. Here the index of each member selects its schedule.
@@ -120,13 +120,18 @@ class MemberOptimizer:
                 for name, which in schedules.items()
             }
             state = state._replace(hyperparams={**state.hyperparams, **now})
-        # optax passes the extra arguments only to transforms that take them. `sam` takes others, and no unknown ones.
+        # optax passes the extra arguments only to transforms that take them. `sam` takes others, and no unknown ones;
+        # `sophia` needs the loss under another name, which line searches do not take.
         try:
             updates, state = self.transform.update(gradients, state, params, **extra)
-        except TypeError as error:
-            if "unexpected keyword argument" not in str(error):
+        except (TypeError, ValueError) as error:
+            if "unexpected keyword argument" in str(error):
+                extra = {"grad_fn": grad_fn}
+            elif "obj_fn must be provided" in str(error):
+                extra |= {"obj_fn": extra["value_fn"]}
+            else:
                 raise
-            updates, state = self.transform.update(gradients, state, params, grad_fn=grad_fn)
+            updates, state = self.transform.update(gradients, state, params, **extra)
         return optax.apply_updates(params, updates), state
 
 
