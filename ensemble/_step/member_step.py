@@ -99,8 +99,8 @@ class MemberStep:
         """
         trainable, rest, opt_state, standing = arrays
 
-        # For optimizers with a line search. In `shard_map` each device would end its search by itself, and a collective
-        # inside the search would wait for devices that have finished.
+        # For optimizers with a line search or second derivatives. In `shard_map` each device would end its search by
+        # itself, and a collective inside the search would wait for devices that have finished.
         def loss_at(trainable: Any) -> jax.Array:
             """Return the loss at other parameters."""
             if split:

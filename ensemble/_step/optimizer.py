@@ -113,7 +113,7 @@ class MemberOptimizer:
           params: the parameters.
           schedules: the index of the member's schedule, for each hyperparameter with schedules.
           grad_fn: the gradients of the loss at other parameters, for `optax.contrib.sam`.
-          **extra: extra arguments for optimizers that take them, such as `optax.lbfgs`.
+          **extra: extra arguments for optimizers that take them, such as `value_fn` for `optax.lbfgs`.
         """
         if schedules:
             # optax would evaluate one schedule for all members. Here the index of each member selects its schedule.
@@ -122,13 +122,18 @@ class MemberOptimizer:
                 for name, which in schedules.items()
             }
             state = state._replace(hyperparams={**state.hyperparams, **now})
-        # optax passes the extra arguments only to transforms that take them. `sam` takes others, and no unknown ones.
+        # optax passes the extra arguments only to transforms that take them. `sam` takes others, and no unknown ones;
+        # `sophia` needs the loss under another name, which line searches do not take.
         try:
             updates, state = self.transform.update(gradients, state, params, **extra)
-        except TypeError as error:
-            if "unexpected keyword argument" not in str(error):
+        except (TypeError, ValueError) as error:
+            if "unexpected keyword argument" in str(error):
+                extra = {"grad_fn": grad_fn}
+            elif "obj_fn must be provided" in str(error):
+                extra |= {"obj_fn": extra["value_fn"]}
+            else:
                 raise
-            updates, state = self.transform.update(gradients, state, params, grad_fn=grad_fn)
+            updates, state = self.transform.update(gradients, state, params, **extra)
         return optax.apply_updates(params, updates), state
 
 
@@ -203,7 +208,8 @@ def _is_number(value: Any) -> bool:
 def _is_per_member(value: Any) -> bool:
     if isinstance(value, (np.ndarray, jax.Array)):
         return value.ndim > 0
-    return isinstance(value, Sequence) and not isinstance(value, str)
+    # A transformation, as `optax.contrib.schedule_free` takes, is a named tuple.
+    return isinstance(value, Sequence) and not isinstance(value, (str, optax.GradientTransformation))
 
 
 def _values_of(name: str, value: Any) -> np.ndarray:

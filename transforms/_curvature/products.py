@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, get_args
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from .._calls.call import Call
 from .._core.arguments import check_choice
 from .._grad import scalar_seed
-from .._jacobian.mode import refusal
+from .._jacobian.mode import forward_or, refusal
 from .._linear import all_of
 
 Mode = Literal["auto", "fwd_rev", "rev_rev", "rev_fwd"]
@@ -161,15 +162,19 @@ def gnvp(model: Callable[..., Any], loss: Callable[..., Any], primals: Any, tang
     call = all_of("gnvp", model, primals, None)
     call.check_floating(instead=_CLOSE)
     tangents = call.form.tangents(tangents)
+
     # One linearization of the call serves both directions, so the model runs once.
-    if _has_forward_mode(call, call.primals, tangents):
+    def forward() -> tuple[Any, ...]:
         out, push, rest = jax.linearize(call, *call.primals, has_aux=True)
         # J^T is the transpose of the linearized model, so residuals are kept only once.
         transposed = jax.linear_transpose(lambda tangents: push(*tangents), call.primals)
-        pushed, pull = push(*tangents), lambda vector: transposed(vector)[0]
-    else:
+        return out, push(*tangents), lambda vector: transposed(vector)[0], rest
+
+    def reverse() -> tuple[Any, ...]:
         out, pull, rest = jax.vjp(call, *call.primals, has_aux=True)
-        (pushed,) = jax.linear_transpose(pull, out)(tangents)
+        return out, jax.linear_transpose(pull, out)(tangents)[0], pull, rest
+
+    out, pushed, pull, rest = forward_or(reverse, forward, _along(call, call.primals), tangents)
     call.finish(rest)
     (curved,) = _value_grad_and_hvp("gnvp (loss)", loss, (out,), (pushed,), "auto", None)[2]
     products = pull(curved)
@@ -205,16 +210,16 @@ def gradient_of(api: str, call: Call) -> Callable[..., Any]:
 def hessian_product(api: str, call: Call) -> tuple[Callable[..., Any], Any]:
     """Return a function of tangents that returns their products with the Hessian, and `(value, rest)` of the call."""
     gradient = gradient_of(api, call)
-    if _has_forward_mode(gradient, call.primals, call.primals):
+    if refusal(_along(gradient, call.primals), call.primals) is None:
         _, push, rest = jax.linearize(gradient, *call.primals, has_aux=True)
         return push, rest
     _, pull, rest = jax.vjp(gradient, *call.primals, has_aux=True)
     return lambda *tangents: pull(tangents), rest
 
 
-def _has_forward_mode(fun: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> bool:
-    """Return whether forward mode can differentiate a function with an auxiliary output: not if it has a custom_vjp."""
-    return refusal(lambda tangents: jax.jvp(fun, primals, tangents, has_aux=True)[1], tangents) is None
+def _along(fun: Callable[..., Any], primals: tuple[Any, ...]) -> Callable[[Any], Any]:
+    """Return the derivative of a function with an auxiliary output, as a function of tangents."""
+    return lambda tangents: jax.jvp(fun, primals, tangents, has_aux=True)[1]
 
 
 def seed_of(api: str, call: Call, value: Any) -> Any:
@@ -236,8 +241,8 @@ def _reverse_over_reverse(api: str, call: Call, tangents: tuple[Any, ...]) -> An
 
 
 def _forward_or_reverse_over_reverse(api: str, call: Call, tangents: tuple[Any, ...]) -> Any:
-    forward = _has_forward_mode(gradient_of(api, call), call.primals, tangents)
-    return (_forward_over_reverse if forward else _reverse_over_reverse)(api, call, tangents)
+    reverse, forward = (partial(way, api, call, tangents) for way in (_reverse_over_reverse, _forward_over_reverse))
+    return forward_or(reverse, forward, _along(gradient_of(api, call), call.primals), tangents)
 
 
 def _reverse_over_forward(api: str, call: Call, tangents: tuple[Any, ...]) -> Any:

@@ -20,6 +20,7 @@ from .mode import (
     ModeChoice,
     choose_mode,
     dense_evaluator,
+    forward_or,
     in_cheaper_mode,
     product_in,
     refusal,
@@ -350,11 +351,13 @@ def jacobian_of(
             return compute(call, dense_evaluator(api, call, mode, row_axis), args, kwargs)
 
         with mesh_of((args, kwargs)):  # for arrays sharded over explicit axes of a mesh that is not set
-            chosen = possible(call)
             if sparsity is not None:
-                found = compute(call, sparse_of(call, args, kwargs, chosen)[0], args, kwargs)
+                found = compute(call, sparse_of(call, args, kwargs, possible(call))[0], args, kwargs)
+            elif other_mode is not None:
+                product = partial(product_in(mode, call), call.primals)
+                found = forward_or(partial(dense, other_mode), partial(dense, mode), product, call.primals)
             else:
-                found = in_cheaper_mode(api, call, dense, origin) if chosen == "auto" else dense(chosen)
+                found = in_cheaper_mode(api, call, dense, origin) if mode == "auto" else dense(mode)
             out, blocks, rest = found
             aux = call.finish(rest)
             result = nest(call, out, blocks)

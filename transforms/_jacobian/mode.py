@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._calls.call import Call, check_output
-from .._core.compat import NeedsValues, flops_of
+from .._core.compat import NeedsValues, flops_of, inside_a_transform
 from .._core.jaxpr import with_inner
 from .._core.memory import lower_apart
 from .dense import DENSE, by_columns, by_rows, sizes_of
+
+R = TypeVar("R")
 
 # If inputs outnumber outputs by this factor, or the other way round, sizes decide, and nothing is lowered.
 _DECISIVE = 4
@@ -88,6 +90,29 @@ def refusal(product: Callable[[Any], Any], vectors: Any) -> Exception | None:
     except _NO_DERIVATIVE as error:
         return error
     return None
+
+
+def forward_or(reverse: Callable[[], R], forward: Callable[[], R], product: Callable[[Any], Any], vectors: Any) -> R:
+    """Return `forward()`, or `reverse()` if forward mode cannot differentiate a function (with a `jax.custom_vjp`).
+
+    Outside of transforms JAX raises at once, so that the function runs once. Inside of a `jit` it might raise only when
+    the program is compiled, so the product that `forward` needs is traced before.
+
+    Args:
+      reverse: computes the same in reverse mode.
+      forward: computes a result in forward mode.
+      product: a product in forward mode.
+      vectors: its argument.
+    """
+    if inside_a_transform():
+        return forward() if refusal(product, vectors) is None else reverse()
+    try:
+        return forward()
+    except (TypeError, NotImplementedError) as refused:
+        try:
+            return reverse()
+        except (TypeError, NotImplementedError):
+            raise refused from None
 
 
 def refused_modes(call: Call, out: Any) -> dict[str, str]:
