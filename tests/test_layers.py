@@ -31,7 +31,7 @@ LAYERS = {
         "curvature",
         "__init__",
     ],
-    "transforms.privacy": ["_check_loss _per_example", "_clipped_fun _dpsgd", "__init__"],
+    "transforms.privacy": ["_check_loss", "_per_example", "_clipped_fun _dpsgd", "__init__"],
     "transforms.program": [
         "_ir _compile_cache _stack",
         "_accumulate _aot _bucketed _convolutions _depend _donation _fold _layers _layout _profile _topk",

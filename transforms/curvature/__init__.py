@@ -6,6 +6,7 @@
 `_diagonal` sums their squares. `_kfac` multiplies activations with themselves, and gradients with themselves, to the
 blocks of `_kronecker`, and `_ekfac` corrects their eigenvalues. `_sides` finds the axes of each parameter for which
 there is such a product, `_squares` has the sums of squares, and `_blocks` the block of one parameter.
+`_reduction` compares the loss of a batch with those of its examples.
 `_data` averages the factors of the batches of a dataset, and `_influence` multiplies gradients with their inverse.
 `_laplace/` has a normal distribution with such a precision.
 """

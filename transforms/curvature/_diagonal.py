@@ -17,6 +17,7 @@ from ..privacy._per_example.methods import MethodChoice
 from ..privacy._per_example.norms import ExampleGradients
 from ..privacy._per_example.report import Report
 from ._outputs import Fisher, ModelAndLoss, OfBatch
+from ._reduction import Reduction, ReductionName
 from ._squares import sum_of_squares
 
 
@@ -28,6 +29,8 @@ def ggn_diagonal(
     samples: int | None = None,
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
+    check_loss: bool = True,
+    reduction: ReductionName = "mean",
 ) -> Statistic[Report]:
     """Compute the diagonal of the Gauss-Newton matrix of a model, without the matrix.
 
@@ -43,6 +46,10 @@ def ggn_diagonal(
         the exact diagonal.
       chunk_size: the number of examples to compute at a time.
       memory_budget: bytes, or a string as for `vmap`: the largest chunk whose compiled temporaries fit.
+      check_loss: whether to raise if the loss of a batch is not the mean, or the sum, of the losses of its examples, as
+        `plurax.transforms.check_loss` finds once for arguments of some shapes that are not traced. False: the losses
+        of single examples are meant.
+      reduction: "mean", or "sum" for a loss that returns the sum over the examples: the matrix is then the sum too.
 
     Returns:
       A function of (params, x, y, key=None) that returns the diagonal, a pytree like the parameters, in float32 or
@@ -52,6 +59,7 @@ def ggn_diagonal(
     Raises:
       TypeError, ValueError: as for `per_sample_grad`; outputs that are no real floating-point array with the examples
         along axis 0; a loss that returns no real scalar; an indefinite H (under `jax.jit` the result is NaN instead);
+        a loss of a batch that is neither the mean nor the sum of the losses of its examples, or not the `reduction`;
         more than 1,024 outputs of an example whose H has no known form; samples without a key, or a key without them.
 
     Cost:
@@ -74,6 +82,7 @@ def ggn_diagonal(
     api = "ggn_diagonal"
     check_count(api, "samples", samples, optional=True)
     both, chunks = ModelAndLoss(api, model, loss, argnums), Chunks(api, chunk_size, memory_budget, sums=True)
+    said = Reduction(api, model, loss, both.position, check_loss, reduction)
     bare = not isinstance(argnums, (tuple, list))
 
     def prepare(args: tuple[Any, ...], key: Any) -> tuple[OfBatch, Callable[[MethodChoice], Any]]:
@@ -90,7 +99,8 @@ def ggn_diagonal(
         batch, compute = prepare(args, key)
         sums = chunks.with_columns(samples or batch.hessian.columns).results(batch.outputs, compute)
         batch.check_definite(sums)
-        return batch.outputs.gradients([x / (batch.outputs.size * (samples or 1)) for x in sums], bare)
+        divisor = (1 if said.is_sum else batch.outputs.size) * (samples or 1)
+        return batch.outputs.gradients([x / divisor for x in sums], bare)
 
     def explain(*args: Any, key: Any = None) -> Any:
         """Return the report for these arguments."""
@@ -98,8 +108,18 @@ def ggn_diagonal(
         return report_of(batch.outputs, chunks.with_columns(samples or batch.hessian.columns), compute)
 
     batched = (both.position, both.position + 1)
-    on_mesh = on_any_mesh(api, model, batched, diagonal)
-    return Statistic(wrap_like(model, api, on_mesh), on_any_mesh(api, model, batched, explain))
+    computed = on_any_mesh(api, model, batched, diagonal, sum_in=lambda sums: sums)
+    explained = on_any_mesh(api, model, batched, explain)
+
+    def checked(*args: Any, **options: Any) -> Any:
+        said.check(args)
+        return computed(*args, **options)
+
+    def report(*args: Any, **options: Any) -> Report:
+        found = said.check(args)
+        return explained(*args, **options)._replace(loss=found)
+
+    return Statistic(wrap_like(model, api, checked), report)
 
 
 def _sums(batch: OfBatch, examples: Sequence[Any], route: MethodChoice, key: Any, samples: int | None) -> Any:

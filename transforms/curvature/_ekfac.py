@@ -15,6 +15,7 @@ from ..privacy._per_example.gradient_forms import Dense, OuterProduct, RowSparse
 from ._blocks import EigenBlock
 from ._kfac import CurvatureReport, Parts, kronecker_factors
 from ._outputs import Fisher
+from ._reduction import ReductionName
 from ._squares import WeightSharing, sum_of_squares
 
 
@@ -27,6 +28,8 @@ def ekfac(
     weight_sharing: WeightSharing = "expand",
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
+    check_loss: bool = True,
+    reduction: ReductionName = "mean",
 ) -> Statistic[CurvatureReport]:
     """Compute Kronecker factors with corrected eigenvalues of the Gauss-Newton matrix of a model.
 
@@ -42,6 +45,8 @@ def ekfac(
       weight_sharing: as for `kfac`, for the eigenvectors; the eigenvalues do not depend on it otherwise.
       chunk_size: the number of examples to compute at a time.
       memory_budget: bytes, or a string as for `vmap`: the largest chunk whose compiled temporaries fit.
+      check_loss: as for `ggn_diagonal`.
+      reduction: as for `ggn_diagonal`.
 
     Returns:
       A function of (params, x, y, key=None, basis=None) that returns `KroneckerFactors`, as for `kfac`. `basis`, the
@@ -68,7 +73,8 @@ def ekfac(
       >>> print(f"{factors.trace():.6f} {ggn_diagonal(model, loss)(*args).sum():.6f}")
       0.000681 0.000681
     """
-    return kronecker_factors("ekfac", model, loss, argnums, fisher, weight_sharing, chunk_size, memory_budget, _values)
+    options = fisher, weight_sharing, chunk_size, memory_budget, check_loss, reduction
+    return kronecker_factors("ekfac", model, loss, argnums, *options, _values)
 
 
 def _values(basis: EigenBlock, parts: Parts) -> jax.Array:

@@ -22,6 +22,7 @@ from ._data import Structure, batches_of, factors_of_data, size_of, snapshot
 from ._inner_products import damped_products
 from ._kronecker import KroneckerFactors
 from ._outputs import Fisher
+from ._reduction import Reduction, ReductionName
 from ._sides import parameter_gradients
 from ._squares import WeightSharing
 
@@ -42,6 +43,8 @@ def influence(
     weight_sharing: WeightSharing = "expand",
     key: Any = None,
     chunk_size: int | None = None,
+    check_loss: bool = True,
+    reduction: ReductionName = "mean",
 ) -> Callable[[Any, Any], jax.Array]:
     """Estimate how much the loss of a test example rises if a training example is left out.
 
@@ -62,6 +65,9 @@ def influence(
       weight_sharing: as for `kfac`.
       key: the key for "mc".
       chunk_size: the number of training examples to compute at a time.
+      check_loss: as for `ggn_diagonal`.
+      reduction: "mean", or "sum" for a loss that returns the sum over the examples: D is then that of the sum over all
+        of `data`, and the estimates are gᵢᵀ (D + damping I)⁻¹ gⱼ.
 
     Returns:
       A function of (x_test, y_test) that returns the estimates, shape (n_test, n_data), in float32 or wider, with the
@@ -91,8 +97,9 @@ def influence(
       0.75
     """
     api = "influence"
+    said = Reduction(api, model, loss, 1, check_loss, reduction)
     prepared = _Prepared(
-        api, model, loss, params, data, curvature, damping, argnums, fisher, weight_sharing, key, chunk_size
+        api, model, loss, params, data, curvature, damping, argnums, fisher, weight_sharing, key, chunk_size, said
     )
 
     @jax.jit
@@ -131,7 +138,7 @@ def influence(
             rows.append(
                 jnp.concatenate([products(prepared.params, found, *batch).T for batch in prepared.data], axis=1)
             )
-        return jnp.concatenate(rows) / prepared.size
+        return jnp.concatenate(rows) / prepared.divisor
 
     return scores
 
@@ -149,6 +156,8 @@ def self_influence(
     weight_sharing: WeightSharing = "expand",
     key: Any = None,
     chunk_size: int | None = None,
+    check_loss: bool = True,
+    reduction: ReductionName = "mean",
 ) -> jax.Array:
     """Estimate how much the loss of each training example rises if it is left out.
 
@@ -166,6 +175,8 @@ def self_influence(
       weight_sharing: as for `influence`.
       key: as for `influence`.
       chunk_size: as for `influence`.
+      check_loss: as for `influence`.
+      reduction: as for `influence`.
 
     Returns:
       The diagonal of `influence` of the data on themselves, shape (n_data,).
@@ -189,8 +200,9 @@ def self_influence(
       [1.   0.25 0.   2.25]
     """
     api = "self_influence"
+    said = Reduction(api, model, loss, 1, check_loss, reduction)
     prepared = _Prepared(
-        api, model, loss, params, data, curvature, damping, argnums, fisher, weight_sharing, key, chunk_size
+        api, model, loss, params, data, curvature, damping, argnums, fisher, weight_sharing, key, chunk_size, said
     )
 
     @jax.jit
@@ -211,7 +223,7 @@ def self_influence(
 
     return (
         jnp.concatenate([of_batch(prepared.params, prepared.factors, *batch) for batch in prepared.data])
-        / prepared.size
+        / prepared.divisor
     )
 
 
@@ -221,7 +233,7 @@ class _Prepared:
     Attributes:
       params: the parameters.
       data: the batches.
-      size: the number of examples.
+      divisor: the number of examples, or one if D is the curvature of the sum over them.
       factors: the curvature.
       of_call: as `per_example` returns it.
       bare: whether there is one argument with parameters.
@@ -242,12 +254,14 @@ class _Prepared:
         weight_sharing: WeightSharing,
         key: Any,
         chunk_size: int | None,
+        said: Reduction,
     ) -> None:
         check_callable(api, loss, "loss")
         if not isinstance(damping, Tracer) and not 0 < damping < math.inf:
             raise ValueError(f"{api}: damping must be a positive number, but got {damping}.")
         self.params, self.data = snapshot(params), batches_of(api, data)
-        self.size = sum(map(size_of, self.data))
+        size = sum(map(size_of, self.data))
+        self.divisor = 1 if said.is_sum else size
         self.bare = not isinstance(argnums, (tuple, list))
         self.chunks = Chunks(api, chunk_size, None)
 
@@ -256,6 +270,7 @@ class _Prepared:
 
         self.of_call = per_example(api, of_batch, argnums, (1, 2))
         of = self.of_call(False, True, None, (self.params, *self.data[0]), {})
+        said.check_data(self.params, self.data)
         if isinstance(curvature, KroneckerFactors):
             shapes = [of.parameters[i].shape for i in self.numbers(of)]
             if (
@@ -267,7 +282,8 @@ class _Prepared:
         else:
             check_choice(api, "curvature", curvature, get_args(Structure))
             options: dict[str, Any] = {"argnums": argnums, "fisher": fisher, "weight_sharing": weight_sharing}
-            self.factors = factors_of_data(api, model, loss, self.params, self.data, curvature, key=key, **options)
+            mean = factors_of_data(api, model, loss, self.params, self.data, curvature, key=key, **options)
+            self.factors = size * mean if said.is_sum else mean
 
     def numbers(self, of: PerExample) -> list[int]:
         """Return the index of the parameter of each block."""

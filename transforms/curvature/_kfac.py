@@ -12,12 +12,14 @@ import jax.numpy as jnp
 from .._core.arguments import Argnums, check_choice, wrap_like
 from .._statistics.statistic import Chunks, Statistic, in_chunks
 from .._statistics.use_gradients import OutputGradients, UseGradients
+from ..privacy._check_loss import LossCheck, line_of
 from ..privacy._per_example.gradient_forms import Dense, RowSparse, widened
 from ..privacy._per_example.loss import on_any_mesh
 from ..privacy._per_example.methods import MethodChoice
 from ._blocks import Block, EigenBlock, KroneckerBlock, folded
 from ._kronecker import KroneckerFactors
 from ._outputs import Fisher, ModelAndLoss, OfBatch
+from ._reduction import Reduction, ReductionName
 from ._sides import parameter_gradients
 from ._squares import WeightSharing, one_hot_moments, second_moments
 
@@ -37,14 +39,17 @@ class CurvatureReport(NamedTuple):
     Attributes:
       hessian: the form of the Hessian of the loss by the outputs.
       blocks: the path of each parameter, and its block in words.
+      loss: what `check_loss` found; None if it was not called.
     """
 
     hessian: str
     blocks: tuple[tuple[str, str], ...]
+    loss: LossCheck | None = None
 
     def __str__(self) -> str:
-        """Return one line for the Hessian and one for each parameter."""
-        return "\n".join([f"Hessian of the loss by the outputs: {self.hessian}", *map(": ".join, self.blocks)])
+        """Return one line for the Hessian, one for each parameter, and one for the loss."""
+        lines = map(": ".join, self.blocks)
+        return "\n".join([f"Hessian of the loss by the outputs: {self.hessian}", *lines, *line_of(self.loss)])
 
 
 def kfac(
@@ -56,6 +61,8 @@ def kfac(
     weight_sharing: WeightSharing = "expand",
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
+    check_loss: bool = True,
+    reduction: ReductionName = "mean",
 ) -> Statistic[CurvatureReport]:
     """Compute Kronecker factors of the Gauss-Newton matrix of a model, for each parameter.
 
@@ -73,6 +80,8 @@ def kfac(
         and the sum of g over positions first.
       chunk_size: the number of examples to compute at a time.
       memory_budget: bytes, or a string as for `vmap`: the largest chunk whose compiled temporaries fit.
+      check_loss: as for `ggn_diagonal`.
+      reduction: as for `ggn_diagonal`.
 
     Returns:
       A function of (params, x, y, key=None) that returns `KroneckerFactors` in float32 or wider. "mc" needs the key.
@@ -100,7 +109,8 @@ def kfac(
       [[5. 1.]
        [1. 2.]]
     """
-    return kronecker_factors("kfac", model, loss, argnums, fisher, weight_sharing, chunk_size, memory_budget)
+    options = fisher, weight_sharing, chunk_size, memory_budget, check_loss, reduction
+    return kronecker_factors("kfac", model, loss, argnums, *options)
 
 
 def kronecker_factors(
@@ -112,12 +122,15 @@ def kronecker_factors(
     weight_sharing: WeightSharing,
     chunk_size: int | None,
     memory_budget: int | str | None,
+    check_loss: bool,
+    reduction: ReductionName,
     values: ValuesOf | None = None,
 ) -> Statistic[CurvatureReport]:
     """Return the function that `kfac` returns; with `values`, that of `ekfac`."""
     check_choice(api, "fisher", fisher, get_args(Fisher))
     check_choice(api, "weight_sharing", weight_sharing, get_args(WeightSharing))
     both, chunks = ModelAndLoss(api, model, loss, argnums), Chunks(api, chunk_size, memory_budget, sums=True)
+    said = Reduction(api, model, loss, both.position, check_loss, reduction)
     bare = not isinstance(argnums, (tuple, list))
 
     def prepare(args: tuple[Any, ...], key: Any, basis: Any) -> tuple[OfBatch, Callable[[MethodChoice], Any], Any]:
@@ -178,7 +191,8 @@ def kronecker_factors(
         batch, compute, numbers = prepare(args, key, basis)
         found = chunks.with_columns(columns(batch)).results(batch.outputs, compute)
         batch.check_definite(found)
-        return KroneckerFactors(tuple(found[i] for i in jax.tree.leaves(numbers)), jax.tree.structure(numbers))
+        mean = KroneckerFactors(tuple(found[i] for i in jax.tree.leaves(numbers)), jax.tree.structure(numbers))
+        return batch.outputs.size * mean if said.is_sum else mean
 
     def explain(*args: Any, key: Any = None, basis: Any = None) -> CurvatureReport:
         """Return the report for these arguments."""
@@ -188,9 +202,18 @@ def kronecker_factors(
         return CurvatureReport(batch.hessian.form, tuple(blocks))
 
     batched = (both.position, both.position + 1)
-    return Statistic(
-        wrap_like(model, api, on_any_mesh(api, model, batched, factors)), on_any_mesh(api, model, batched, explain)
-    )
+    computed = on_any_mesh(api, model, batched, factors, sum_in=lambda sums: sums)
+    explained = on_any_mesh(api, model, batched, explain)
+
+    def checked(*args: Any, **options: Any) -> KroneckerFactors:
+        said.check(args)
+        return computed(*args, **options)
+
+    def report(*args: Any, **options: Any) -> CurvatureReport:
+        found = said.check(args)
+        return explained(*args, **options)._replace(loss=found)
+
+    return Statistic(wrap_like(model, api, checked), report)
 
 
 def _from_basis(api: str, basis: Any, numbers: Any, shapes: Sequence[tuple[int, ...]]) -> dict[int, Block]:

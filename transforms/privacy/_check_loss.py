@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._core.arguments import (
     Argnums,
@@ -87,9 +88,17 @@ class LossCheck:
             f"{api}: the loss of a batch is neither the mean nor the sum of the losses of its examples: {self.reason}. "
             "If examples are compared with each other (in-batch negatives, mined triplets), make the pair or group the "
             "example, with keep_batch_dim=False; if the loss is normalized by the batch (weights, tokens), divide by a "
-            "fixed number, or take the mean of each example; or pass check_loss=False to optimize the mean of the "
-            "losses of single examples."
+            "fixed number, or take the mean of each example; or pass check_loss=False if the losses of single "
+            "examples are meant."
         )
+
+
+def line_of(found: LossCheck | None) -> list[str]:
+    """Return a line of a report that says what was found; no line if nothing was compared."""
+    if found is None:
+        return []
+    what = f"unknown: {found.reason}" if found.kind == "unknown" else f"the {found.kind} over its examples"
+    return [f"loss of a batch: {what}"]
 
 
 def check_loss(
@@ -222,7 +231,7 @@ def compared(
     if count < 2:
         return LossCheck("unknown", None, None, count, "there are fewer than two examples to compare")
     drawn = np.sort(np.random.default_rng(0).choice(real, count, replace=False))
-    rows = jax.tree.map(lambda x: x[drawn], batch)
+    rows = jax.tree.map(lambda x: _replicated(x)[drawn], batch)
     # Two uneven parts, repeated to the size of the whole, so that one program evaluates all three.
     part = max(1, count // 3)
     order = np.arange(count)
@@ -266,6 +275,12 @@ def compared(
         factor * float(rounding),
         random,
     )
+
+
+def _replicated(x: Any) -> Any:
+    """Return an array that is sharded over a mesh whole on each of its devices, and any other as it is."""
+    mesh = getattr(getattr(x, "sharding", None), "mesh", None)
+    return x if mesh is None else jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
 
 
 def _verdict(

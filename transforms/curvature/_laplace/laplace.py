@@ -28,6 +28,7 @@ from .._data import batches_of, check_definite, factors_of_data, size_of, snapsh
 from .._inner_products import products_of_outputs
 from .._kronecker import KroneckerFactors
 from .._outputs import Fisher
+from .._reduction import Reduction, ReductionName
 from .._squares import WeightSharing
 from .files import read, written
 from .spectrum import Spectrum, lanczos, numbers_of, parameters_of, tree_of, whole
@@ -309,6 +310,8 @@ def laplace(
     weight_sharing: WeightSharing = "expand",
     rank: int = 100,
     key: jax.Array | None = None,
+    check_loss: bool = True,
+    reduction: ReductionName = "mean",
 ) -> Laplace:
     """Approximate the posterior distribution of parameters by a normal one around those of a trained model.
 
@@ -328,6 +331,8 @@ def laplace(
       weight_sharing: as for `kfac`.
       rank: for "ggn_lanczos".
       key: the key for "mc", and for the first vector of "ggn_lanczos"; nothing else uses it.
+      check_loss: as for `ggn_diagonal`.
+      reduction: "mean", or "sum" for a loss that returns the sum over the examples, as of the log-likelihoods.
 
     Returns:
       A `Laplace`. For an ensemble of such distributions, map over the parameters of the members with `jax.vmap`.
@@ -375,7 +380,9 @@ def laplace(
     if key is not None:
         check_key(api, key)  # which is accepted where nothing is drawn, too
     check_count(api, "rank", rank)
+    said = Reduction(api, model, loss, 1, check_loss, reduction)
     argnums, batches, params = _argnums(wrt), batches_of(api, data), snapshot(params)
+    said.check_data(params, batches)
     size = sum(map(size_of, batches))
     curvature: KroneckerFactors | Spectrum
     if structure == "full" or structure == "last_layer":
@@ -388,7 +395,10 @@ def laplace(
         options: dict[str, Any] = {"argnums": argnums, "fisher": fisher, "weight_sharing": weight_sharing, "key": key}
         curvature = factors_of_data(api, model, loss, params, batches, structure, **options).eigen()
     value = jax.jit(lambda params, x, y: loss(model(params, x), y))
-    mean_loss = sum((size_of(batch) / size * value(params, *batch) for batch in batches), jnp.zeros(()))
+    # The mean over all examples, of the means or the sums of the batches.
+    weights = [(1 if said.is_sum else size_of(batch)) / size for batch in batches]
+    losses = (weight * value(params, *batch) for weight, batch in zip(weights, batches, strict=True))
+    mean_loss = sum(losses, jnp.zeros(()))
     found = Laplace(params, curvature, jnp.ones(()), mean_loss, size, model, argnums)
     if prior_precision is None:
         return found.fit_prior()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterable
 from itertools import islice
@@ -21,17 +22,20 @@ from .step import PrivateStep
 _LOOKED_AT = 10
 
 
-def check_coupling(private: PrivateStep, state: DPState, batches: Iterable[Batch]) -> None:
+def check_coupling(private: PrivateStep, state: DPState, batches: Iterable[Batch], progress: bool) -> None:
     """Compare the loss of a batch with those of its examples; see `check_loss`.
 
     Args:
       private: the step of the run.
       state: the first state.
       batches: the batches of the run. Those without two examples are skipped.
+      progress: whether to say that the loss is a sum.
 
     Raises:
       ValueError: the loss couples the examples. The message has no number computed from the data.
     """
+    from tqdm import tqdm
+
     tree, key = state.tree, state.mask_key
     if state.members is not None:
         # The members have one architecture and one loss: the first stands for all.
@@ -52,4 +56,7 @@ def check_coupling(private: PrivateStep, state: DPState, batches: Iterable[Batch
         if found.reason in RANDOM_REASONS:
             what = f"{found.reason}, so it was not compared with the losses of single examples"
             warnings.warn(f"DPSGD.fit: {what}; check_loss=False turns the comparison off.", stacklevel=4)
+        if found.kind == "sum" and progress:
+            what = 'the loss of a batch is the sum over its examples; the metric "loss" is their mean'
+            tqdm.write(f"DPSGD.fit: {what}.", file=sys.stderr)
         return

@@ -243,7 +243,8 @@ class DPSGD(Mechanism):
 
         Returns:
           The new state and the metrics, with the members along axis 0 for an ensemble. "loss" is the mean over the
-          batch (NaN if it has no examples), and "clipped" the fraction of examples with a norm above its clip norm.
+          batch of the losses of single examples (NaN if it has none), also if the loss of a batch is their sum, and
+          "clipped" the fraction of examples with a norm above its clip norm.
           With `adaptive`, "l2_clip_norm" is the clip norm of the step. With `has_aux`, each array in `aux` is averaged
           over the batch too: under its own name if `aux` is a dict, otherwise as "aux". All but "l2_clip_norm" are
           computed from the data without noise: do not publish them.

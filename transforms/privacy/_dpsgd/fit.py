@@ -82,7 +82,7 @@ def train(
         if begin < target:
             store.check_room(begin, state)
     if private.check_loss and private.keep_batch_dim and int(state.step) == 0:
-        check_coupling(private, state, batches(state))
+        check_coupling(private, state, batches(state), progress)
     recorder, alone = Recorder(history_every, history), state.members is None
     changing, frozen = without_frozen(state.tree, private.random_state)
 

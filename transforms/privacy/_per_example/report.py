@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..._core.source_lines import is_installed, is_ours
+from .._check_loss import LossCheck, line_of
 from .clip_norms import ClipGroups
 from .gradient_forms import GradientForm, OuterProduct, RowSparse
 from .in_backward import InBackward
@@ -39,16 +40,20 @@ class Report(NamedTuple):
       examples: the number of samples that are computed at a time.
       why: the reason for this method.
       uses: the parameter uses, each with the form of its gradients and the reason for it.
+      loss: what `check_loss` found; None if it was not called.
     """
 
     method: str
     examples: int
     why: str
     uses: list[Use]
+    loss: LossCheck | None = None
 
     def __str__(self) -> str:
         lines = [f"{use.parameter}: {use.rule}, at {use.operation} ({use.where}): {use.why}" for use in self.uses]
-        return "\n".join([f"method: {self.method}, {self.examples} examples at a time: {self.why}", *lines])
+        return "\n".join(
+            [f"method: {self.method}, {self.examples} examples at a time: {self.why}", *lines, *line_of(self.loss)]
+        )
 
 
 def report_uses(

@@ -55,6 +55,13 @@ def test_means_and_sums_train(loss: Any) -> None:
     np.testing.assert_array_equal(checked, unchecked)
 
 
+@pytest.mark.parametrize("is_sum", [False, True])
+def test_a_sum_is_said_to_be_reported_as_a_mean(is_sum: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    dp = dpsgd(lambda w, x, y: mean(w, x, y) * (len(x) if is_sum else 1))
+    dp.fit(dp.init(W, key=jax.random.key(0)), (X, Y), steps=1)
+    assert ('is the sum over its examples; the metric "loss" is their mean' in capsys.readouterr().err) == is_sum
+
+
 class Net(nnx.Module):
     """A network with dropout and running statistics."""
 

@@ -786,7 +786,13 @@ def test_correlated_noise_replaces_independent_noise(bands: int) -> None:
         ({"accountant": "gdp"}, ValueError, "accountant must be one of 'pld', 'rdp', but got 'gdp'."),
         ({"microbatch_size": 0}, ValueError, "microbatch_size must be"),
         (
-            {"noise_multiplier": None, "target_epsilon": 1.0, "target_delta": 1e-18, "truncated_batch_size": 9},
+            {
+                "noise_multiplier": None,
+                "target_epsilon": 1.0,
+                "target_delta": 1e-18,
+                "truncated_batch_size": 9,
+                "accountant": "pld",
+            },
             ValueError,
             "truncated batches have an infinite ε for target_delta=1e-18; pass a larger δ, or omit truncated_batch",
         ),
