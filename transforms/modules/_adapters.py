@@ -98,7 +98,8 @@ def batch_ensemble(
       TypeError: `model` is not a module, `where` not a filter, or `rules` not such a dict; a layer is in a plain list
         or tuple; a rule returns no module.
       ValueError: the filter selects no layer, or one of another class that has a parameter of two or more dimensions
-        itself and no rule; the model has no layer of a kind in `rules`.
+        itself and no rule, or one in an `nnx.WeightNorm`, `nnx.SpectralNorm` or `nnx.bridge.ToNNX`; the model has no
+        layer of a kind in `rules`.
 
     Cost:
       Two products by elements around each layer.

@@ -12,7 +12,7 @@ from flax import nnx
 from .._core.arguments import describe
 from .._models.split_model import dotted
 from ._parameters import is_parameter, matching
-from ._places import Path, check_rules, enclosing, holder, rule_for
+from ._places import SEEKERS, Path, check_rules, enclosing, holder, rule_for
 
 # From kinds of layers to functions from such a layer, which they may change, to the layer in its place.
 Rules = Mapping[type, Callable[[Any], Any]]
@@ -88,7 +88,13 @@ def unknown_layers(nodes: Mapping[Path, Any]) -> dict[Path, str]:
 
 
 def check_known(api: str, nodes: Mapping[Path, Any], layers: set[Path], rules: Rules) -> None:
-    """Raise if one of the layers is of an unknown class and has no rule."""
+    """Raise if a layer is of an unknown class and has no rule, or if a module around it needs it as it is."""
+    for path in layers:
+        for module in enclosing(nodes, path):
+            if isinstance(module, SEEKERS):
+                kind = type(module).__name__
+                cure = f"leave it out, as where=nnx.Not({kind}) does, or give a function for {kind} in rules"
+                raise ValueError(f"{api}: `{dotted(path)}` must stay as it is for the {kind} around it; {cure}.")
     for path, parameter in unknown_layers(nodes).items():
         if path in layers and rule_for(nodes[path], rules) is None:
             kind = type(nodes[path]).__name__

@@ -313,3 +313,16 @@ def test_a_subclass_with_parameters_of_its_own_is_another_class() -> None:
         ValueError, match=r"^lora: `gates\.0` of shape \(4, 3\) is a parameter of a layer of class Gated"
     ):
         lora(Gated(nnx.Rngs(0)), 2, rngs=nnx.Rngs(1))
+
+
+@pytest.mark.parametrize("norm", [nnx.WeightNorm, nnx.SpectralNorm])
+def test_a_layer_whose_weights_are_normalized_is_refused(norm: Any) -> None:
+    rngs = nnx.Rngs(0)
+    model: Any = nnx.Dict(a=norm(nnx.Linear(4, 3, rngs=rngs), rngs=rngs), b=nnx.Linear(4, 3, rngs=rngs))
+    match = rf"^batch_ensemble: `a.layer_instance` must stay as it is for the {norm.__name__} around it; leave it out"
+    with pytest.raises(ValueError, match=match):
+        batch_ensemble(model, rngs=rngs)
+    for options in ({"where": nnx.Not(norm)}, {"rules": {norm: lambda layer: layer}}):
+        found: Any = batch_ensemble(model, rngs=rngs, **options)  # as the error says
+        np.testing.assert_array_equal(found.a(X), model.a(X))
+        assert type(found.b) is not nnx.Linear
