@@ -210,7 +210,7 @@ def test_statistics_that_cannot_be_updated_are_refused() -> None:
     with pytest.raises(ValueError, match=api + "batches has no examples"):
         averages.update_statistics(created(), iter([]))
     with pytest.raises(TypeError, match=api + "ensemble must be an Ensemble, but got"):
-        averages.update_statistics(Net(nnx.Rngs(0)), BATCHES)  # type: ignore[arg-type]
+        averages.update_statistics(Net(nnx.Rngs(0)), BATCHES)
     with pytest.raises(
         TypeError, match=api + "the members are not NNX modules; for variables of Linen take steps of a"
     ):

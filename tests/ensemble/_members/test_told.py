@@ -60,7 +60,7 @@ def test_what_was_told_is_the_default() -> None:
     assert ens.with_kind("binary").kind == "binary"
     assert repr(ens) == repr(created())
     with pytest.raises(ValueError, match=r"^Ensemble.with_kind: kind must be"):
-        ens.with_kind("logits")  # type: ignore[arg-type]
+        ens.with_kind("logits")
 
 
 def test_views_selections_copies_and_programs_keep_it(tmp_path: Path) -> None:
