@@ -46,8 +46,8 @@ _STATES: dict[int, dict[str, Any]] = {}
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Accept what Ray 2.50 does at each start: it gives a tip, and leaves files open and processes running."""
-    if find_spec("ray") is not None and version("ray").startswith("2.50."):
+    """Accept what Ray 2.53 does at each start: it gives a tip, and leaves files open and processes running."""
+    if find_spec("ray") is not None and version("ray").startswith("2.53."):
         for what in ("Tip. In future versions of Ray:FutureWarning", "unclosed file:ResourceWarning"):
             config.addinivalue_line("filterwarnings", f"ignore:{what}")
         config.addinivalue_line("filterwarnings", "ignore:subprocess .* is still running:ResourceWarning")
