@@ -7,8 +7,6 @@ Rank and dtype promotion keep JAX's defaults. A test that needs them strict uses
 import gc
 import os
 from collections.abc import Iterator
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +41,6 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 # The states of the generators of modules after their import.
 _STATES: dict[int, dict[str, Any]] = {}
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Accept what Ray 2.53 does at each start: it gives a tip, and leaves files open and processes running."""
-    if find_spec("ray") is not None and version("ray").startswith("2.53."):
-        for what in ("Tip. In future versions of Ray:FutureWarning", "unclosed file:ResourceWarning"):
-            config.addinivalue_line("filterwarnings", f"ignore:{what}")
-        config.addinivalue_line("filterwarnings", "ignore:subprocess .* is still running:ResourceWarning")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
