@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from ._processes import Process
+
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]  # `ray.init` would join the cluster of another test
 
 CLUSTER = Path(__file__).parents[1] / "examples" / "cluster"
@@ -19,12 +21,8 @@ STEPS = 400
 
 
 def started(script: str, *options: str, **variables: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, str(CLUSTER / script), *options],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+    return Process(
+        [sys.executable, str(CLUSTER / script), *options], env={**os.environ, "JAX_PLATFORMS": "cpu", **variables}
     )
 
 

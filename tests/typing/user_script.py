@@ -228,7 +228,6 @@ def wrong() -> None:
     jacobian(cubic, mode="foward")
     jacobian(cubic)(X, scle=2.0)
     jacobian(loss)(ens[0], X)
-    jacobian(jnp.dot)(X)
     hessian(cubic, mode="forward")
     hvp(cubic, X, X, mode="reverse")
     batch_jacobian(cubic, rows="columns")

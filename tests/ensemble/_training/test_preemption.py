@@ -132,6 +132,8 @@ def started(
     root: Path, processes: int, *, by_grain: bool = False, fails: tuple[int, int] = (-1, -1)
 ) -> list[subprocess.Popen[str]]:
     """Start processes with four devices in all; the first number of `fails` is that of one that fails at a batch."""
+    from ..._processes import Process  # not at the top, since the processes run this file as a script
+
     root.mkdir(exist_ok=True)
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -139,12 +141,9 @@ def started(
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(4 // processes), "JAX_PLATFORMS": "cpu"}
     options = str(processes), str(int(by_grain))
     return [
-        subprocess.Popen(
+        Process(
             [sys.executable, __file__, str(root), str(i), port, *options, str(fails[1] if i == fails[0] else -1)],
             env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
         )
         for i in range(processes)
     ]

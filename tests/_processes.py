@@ -1,0 +1,25 @@
+"""Processes of tests that run beside them."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from typing import Any
+
+
+class Process(subprocess.Popen[str]):
+    """A process that writes to files: it would stop at a full pipe, which nobody reads before it ends."""
+
+    def __init__(self, command: list[str], **options: Any) -> None:
+        self._files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115 -- closed when read
+        super().__init__(command, stdout=self._files[0], stderr=self._files[1], text=True, **options)
+
+    def communicate(self, input: None = None, timeout: float | None = None) -> tuple[str, str]:
+        """Wait for the end; return what was written to stdout and stderr."""
+        self.wait(timeout)
+        found = []
+        for file in self._files:
+            file.seek(0)
+            found.append(file.read())
+            file.close()
+        return found[0], found[1]
