@@ -162,6 +162,7 @@ def arguments_of_curvature(fails: Fails) -> None:
 
 @remedy("{}: no samples are drawn, so the key has no use; leave it out.")
 def key_without_use(fails: Fails) -> None:
+    call: Any
     for call in (kfac(model, loss, fisher="exact"), ggn_diagonal(model, loss)):
         fails(call, W, X, Y, KEY)
         call(W, X, Y)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -126,6 +127,7 @@ def shared_by_samples(fails: Fails) -> None:
 def complex_outputs_in_reverse(fails: Fails) -> None:
     turned = lambda x: 1j * x**2
     parts = lambda x: (turned(x).real, turned(x).imag)
+    transform: Any
     for transform in (jacrev, partial(jacobian, mode="reverse")):
         fails(transform(turned), X)
         equal(transform(parts)(X)[1], jnp.diag(2 * X))
@@ -141,7 +143,7 @@ def complex_outputs_in_reverse(fails: Fails) -> None:
     for rows in ("vmap", "independent"):
         fails(batch_jacobian(turned, mode="reverse", rows=rows), BATCH)
         equal(batch_jacobian(turned, mode="forward", rows=rows)(BATCH), 2j * jax.vmap(jnp.diag)(BATCH))
-    sparse = partial(jacobian, turned, sparsity=DIAGONAL)
+    sparse: Any = partial(jacobian, turned, sparsity=DIAGONAL)
     fails(sparse(mode="reverse"), X)
     equal(sparse(mode="forward")(X).todense(), jnp.diag(2j * X))
 

@@ -42,6 +42,7 @@ def total(model: Any, x: jax.Array) -> jax.Array:
 def parameter_assigned(fails: Fails) -> None:
     fails(grad(total), Counting(nnx.Param), X)
     fails(accumulate(grad(total), 2), Counting(nnx.Param), X)
+    model: Any
     for transform in (grad(total), accumulate(grad(total), 2)):
         model = Counting(nnx.BatchStat)
         gradients = transform(model, X)

@@ -71,7 +71,7 @@ def ensembles_for_modules(fails: Fails) -> None:
         assert len(Ensemble.create(make, 2, seed=0, shared=Base)) == 2
     rules = {nnx.Linear: init.ones}
     fails(reinitialize, ensemble, rules, KEY)
-    drawn = Ensemble.create(lambda rngs: reinitialize(mlp(rngs), rules, rngs.params()), 2, seed=0)
+    drawn: Any = Ensemble.create(lambda rngs: reinitialize(mlp(rngs), rules, rngs.params()), 2, seed=0)
     equal(drawn[0].layers[0].kernel[...], 1)
 
 
@@ -169,6 +169,8 @@ def parameters_that_cannot_be_frozen(fails: Fails) -> None:
 class Scale(nnx.Module):
     """Has a parameter of its own."""
 
+    dtype: Any
+
     def __init__(self, **attributes: Any) -> None:
         self.scale = nnx.Param(jnp.ones(4))
         for name, value in attributes.items():
@@ -199,7 +201,7 @@ def precision_of_a_shared_layer(fails: Fails) -> None:
     layer = linear()
     model = nnx.Dict(head=Head(layer), again=layer)
     fails(with_precision, model, HALF, keep={Head: jnp.float32})
-    found = with_precision(model, HALF, keep={Head: jnp.float32, nnx.Linear: jnp.float16})
+    found: Any = with_precision(model, HALF, keep={Head: jnp.float32, nnx.Linear: jnp.float16})
     assert found["again"].dtype == jnp.float16
 
 
@@ -213,9 +215,8 @@ def initializers(fails: Fails) -> None:
     for initializer in wrong:
         for name in ("kernel", "bias"):
             fails(reinitialize, linear(), {nnx.Linear: {name: initializer}}, KEY)
-            assert jnp.any(reinitialize(linear(), {nnx.Linear: {name: init.normal()}}, KEY).bias[...]) == (
-                name == "bias"
-            )
+            drawn: Any = reinitialize(linear(), {nnx.Linear: {name: init.normal()}}, KEY)
+            assert jnp.any(drawn.bias[...]) == (name == "bias")
 
 
 class Tree(nnx.Module):
@@ -248,7 +249,8 @@ def axes_of_layers(fails: Fails) -> None:
 def rules_for_nothing(fails: Fails) -> None:
     said = fails(reinitialize, linear(), {nnx.Embed: init.ones}, KEY)
     assert "Linear with `bias`, `kernel`" in said
-    equal(reinitialize(linear(), {nnx.Linear: {"bias": init.ones, "kernel": init.ones}}, KEY).bias[...], 1)
+    drawn: Any = reinitialize(linear(), {nnx.Linear: {"bias": init.ones, "kernel": init.ones}}, KEY)
+    equal(drawn.bias[...], 1)
 
 
 @remedy("tabm: first and head select the same layer, {}; name two.")
@@ -260,6 +262,7 @@ def layers_of_tabm(fails: Fails) -> None:
 
 @remedy("{}: {}; name a layer, such as 'layers.0', or a kind of layers.")
 def layers_to_adapt(fails: Fails) -> None:
+    where: Any
     for where in ("layers.7", nnx.Conv, "layers.1"):
         fails(lora, mlp(nnx.Rngs(0)), rank=1, where=where, rngs=nnx.Rngs(0))
         fails(batch_ensemble, mlp(nnx.Rngs(0)), where=where, rngs=nnx.Rngs(0))
@@ -278,7 +281,8 @@ def grouped_convolutions(fails: Fails) -> None:
 
 @remedy("rename= is for other names, transform= for other shapes and dtypes, strict=False for a part of them")
 def files_that_do_not_fit(fails: Fails) -> None:
-    model, file = linear(), Path("a.safetensors")
+    model: Any = linear()
+    file = Path("a.safetensors")
     kernel, bias = (np.asarray(x[...]) for x in (model.kernel, model.bias))
     load = partial(load_params, file, linear(1))
     safetensors.numpy.save_file({"weight": kernel, "b": bias}, file)

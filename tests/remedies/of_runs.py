@@ -138,6 +138,7 @@ def files_in_the_way(fails: Fails) -> None:
 @remedy("{}: {} has no arrays, so there are no examples; pass arrays of examples.")
 def data_without_arrays(fails: Fails) -> None:
     state = private().init(make(nnx.Rngs(0)), key=jax.random.key(0))
+    data: Any
     for data in ({}, ((), ())):
         fails(private().fit, state, data, progress=False)
     private().fit(state, (X, Y), progress=False)
@@ -156,11 +157,11 @@ def data_that_is_no_array(fails: Fails) -> None:
     trainer.step(state, ({"x": X, "y": Y},))
     trainer.step(state, ({"x": X, "y": Y, "name": np.zeros(8)},))
     dp = private()
-    state = dp.init(make(nnx.Rngs(0)), key=jax.random.key(0))
-    fails(dp.fit, state, (X, 1.0), progress=False)
-    fails(dp.fit, state, (X, Y[:7]), progress=False)
-    fails(dp.fit, state, (X, ["a"] * 8), progress=False)
-    dp.fit(state, (X, Y), progress=False)
+    start = dp.init(make(nnx.Rngs(0)), key=jax.random.key(0))
+    fails(dp.fit, start, (X, 1.0), progress=False)
+    fails(dp.fit, start, (X, Y[:7]), progress=False)
+    fails(dp.fit, start, (X, ["a"] * 8), progress=False)
+    dp.fit(start, (X, Y), progress=False)
 
 
 @remedy(
@@ -310,9 +311,9 @@ def state_of_another_optimizer(fails: Fails) -> None:
     ADAM.step(state, (X, Y))
     sgd.step(sgd.init(state.ensemble), (X, Y))
     dp, other = private(), private(optimizer=optax.adam(0.1))
-    state = other.init(make(nnx.Rngs(0)), key=jax.random.key(0))
-    fails(dp.fit, state, (X, Y), progress=False)
-    other.fit(state, (X, Y), progress=False)
+    start = other.init(make(nnx.Rngs(0)), key=jax.random.key(0))
+    fails(dp.fit, start, (X, Y), progress=False)
+    other.fit(start, (X, Y), progress=False)
 
 
 @remedy("It was the last one of the run; save the state that `fit` returns.")

@@ -161,8 +161,8 @@ def mapped_axes(fails: Fails) -> None:
 class Scaled(nnx.Linear):
     """Has a keyword argument."""
 
-    def __call__(self, x: jax.Array, *, scale: Any) -> jax.Array:
-        return super().__call__(x) * scale
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None, *, scale: Any = 1.0) -> jax.Array:
+        return super().__call__(inputs, out_sharding) * scale
 
 
 @remedy(", or bind shared keyword arguments with {}, since all are mapped over axis 0")
@@ -192,12 +192,14 @@ def nothing_mapped(fails: Fails) -> None:
 
 @remedy("name one from {} to {}", "{}: out_axes is {} for {}; models are stacked along axis 0, so pass 0.")
 def output_axes(fails: Fails) -> None:
+    axis: int | None
     for axis in (2, -3):
-        fails(vmap(jnp.sum, out_axes={"a": axis}["a"]), X[None])
+        fails(vmap(jnp.sum, out_axes=axis), X)
     for axis in (-1, 0):
         assert vmap(jnp.sum, out_axes=axis)(X).shape == (2,)
-    fails(vmap(lambda x: 1.0, out_axes=1), X)
-    assert vmap(lambda x: 1.0, out_axes=-1)(X).shape == (2,)
+    one: Any = lambda x: 1.0
+    fails(vmap(one, out_axes=1), X)
+    assert vmap(one, out_axes=-1)(X).shape == (2,)
 
     def train(member: Any, x: jax.Array) -> Any:
         return member, member(x)
