@@ -14,8 +14,9 @@ class Process(subprocess.Popen[str]):
         self._files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115 -- closed when read
         super().__init__(command, stdout=self._files[0], stderr=self._files[1], text=True, **options)
 
-    def communicate(self, input: None = None, timeout: float | None = None) -> tuple[str, str]:
+    def communicate(self, input: str | None = None, timeout: float | None = None) -> tuple[str, str]:
         """Wait for the end; return what was written to stdout and stderr."""
+        assert input is None, "nothing is written to its stdin"
         self.wait(timeout)
         found = []
         for file in self._files:
