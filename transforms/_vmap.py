@@ -349,9 +349,10 @@ def _evaluate_slice(
     _advance(api, models, advanced)
     settled = with_splits(arguments, with_changes(befores, advanced))
     who, why = f"{api}: the mapped function", "which would be lost"
-    refuse_changes(who, function, settled, models, why, remedies, models_of(out))
     # `call_with_models` returns models in the order of their splits, so the index of a member's split is its model's.
-    members = [(ensemble, before.structure, models[befores.index(before)]) for ensemble, before in ensembles]
+    places = [befores.index(before) for _, before in ensembles]
+    refuse_changes(who, function, settled, models, why, remedies, models_of(out), places)
+    members = [(ensemble, before.structure, models[i]) for (ensemble, before), i in zip(ensembles, places, strict=True)]
     return _split_output(api, out, members, out_axes)
 
 

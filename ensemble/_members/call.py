@@ -106,8 +106,8 @@ def _outputs(
         member = jax.tree.unflatten(ensemble, jax.tree.leaves((own, shared)))
         arguments = (split(member.__plurax_member__()), *static.join(arrays))
         out, models = call_with_models(_evaluate, arguments)
-        lost, view = "which would be lost", "ensemble.view("
-        refuse_changes("Ensemble: a call", _evaluate, arguments, models, lost, _keeping, view=view)
+        lost, members = "which would be lost", range(len(models))
+        refuse_changes("Ensemble: a call", _evaluate, arguments, models, lost, _keeping, members=members)
         return out
 
     def call(*of_members: Any) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from plurax.transforms import empirical_ntk, ntk_vp, per_sample_gram, per_sample_jvp
-from plurax.transforms.curvature import _output_hessian, ekfac, ggn_diagonal, influence, kfac, laplace, self_influence
+from plurax.transforms.curvature import _output_hessian, ekfac, ggn_diagonal, kfac, laplace
 from plurax.transforms.curvature._laplace import spectrum
 
 from ._registry import Fails, remedy
@@ -68,13 +68,9 @@ def vectors_of_factors(fails: Fails) -> None:
         assert call(W).shape == W.shape
 
 
-@remedy(
-    "{}: structure={} has products with the exact matrix only; leave fisher out.",
-    "{}: structure={} draws nothing, so the key has no use; leave it out.",
-)
+@remedy("{}: structure={} has products with the exact matrix only; leave fisher out.")
 def options_of_laplace(fails: Fails) -> None:
     fails(fit, structure="full", fisher="mc")
-    fails(fit, structure="full", key=KEY)
     assert fit(structure="full").size == 4
     fails(fit, structure="ggn_lanczos", fisher="mc", key=KEY)
     assert fit(structure="ggn_lanczos", key=KEY, rank=2).size == 4
@@ -160,18 +156,6 @@ def arguments_of_curvature(fails: Fails) -> None:
     ekfac(model, loss)(W, X, Y, key=KEY)
 
 
-@remedy("{}: no samples are drawn, so the key has no use; leave it out.")
-def key_without_use(fails: Fails) -> None:
-    call: Any
-    for call in (kfac(model, loss, fisher="exact"), ggn_diagonal(model, loss)):
-        fails(call, W, X, Y, KEY)
-        call(W, X, Y)
-    for call in (influence, self_influence):
-        of = partial(call, model, loss, W, (X, Y), damping=0.1, curvature="kfac")
-        fails(of, key=KEY)
-        of()
-
-
 @remedy("{}: `{}` is {}; pass its real and imaginary parts.")
 def complex_parameters(fails: Fails) -> None:
     of_complex = lambda w, x: jnp.abs(x @ w)
@@ -230,3 +214,25 @@ def products_with_tangents(fails: Fails) -> None:
     total = lambda w, x: jnp.sum(x @ w)
     fails(per_sample_jvp(total), W)
     equal(per_sample_jvp(total)(W, W, X), X.sum(1))
+
+
+@remedy("pass a larger one, or parameters and data in float64 (with jax.enable_x64(True))")
+def directions_without_curvature(fails: Fails) -> None:
+    x, w = np.repeat(np.float32(X[:, :1]), 2, axis=1), np.float32(W)
+    of = lambda x, w, prior: laplace(
+        model, loss, w, (x, np.asarray(Y, x.dtype)), structure="full", prior_precision=prior
+    )
+    fails(of, x, w, 1e-7)
+    assert of(x, w, 1.0).prior_precision == 1
+    with jax.enable_x64(True):
+        assert of(np.float64(x), np.float64(w), 1e-7).curvature.eigenvalues().dtype == jnp.float64
+
+
+@remedy('{}: {}; pass reduction="{}", or return the {}.')
+def reduction_of_a_loss(fails: Fails) -> None:
+    total = lambda out, y: 0.5 * jnp.sum((out - y) ** 2)
+    expected = ggn_diagonal(model, loss)(W, X, Y)
+    fails(ggn_diagonal(model, total), W, X, Y)
+    of_sum = ggn_diagonal(model, total, reduction="sum")
+    np.testing.assert_allclose(of_sum(W, X, Y) / len(X), expected, rtol=1e-5)
+    fails(ggn_diagonal(model, loss, reduction="sum"), W, X, Y)

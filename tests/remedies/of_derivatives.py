@@ -332,7 +332,7 @@ def derivative_of_integers(fails: Fails) -> None:
     equal(derivative(lambda x: x**3, 2)(X), 6 * X)
 
 
-@remedy("which would be lost; use")
+@remedy("use its evaluation mode: {}{})")
 def derivative_with_state(fails: Fails) -> None:
     model = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
     batch = jnp.stack([X, 2 * X])

@@ -189,11 +189,17 @@ def an_ensemble_whose_arrays_were_sliced_or_stacked(fails: Fails) -> None:
         assert jax.vmap(call)(stacked).shape == (2, 4, 2, 2)
 
 
-@remedy("which would be lost; use")
+@remedy(
+    "use its evaluation mode: {}{})",
+    "return the members: plurax.transforms.vmap(lambda member, x: (member, member(x)), (0, None))(ensemble, x)",
+)
 def a_call_that_changes_members(fails: Fails) -> None:
     ens = Ensemble.create(lambda rngs: nnx.BatchNorm(3, rngs=rngs), 2, seed=0)
     assert "ensemble.view(use_running_average=True)" in fails(ens, X)
     assert ens.view(use_running_average=True)(X).shape == (2, 2, 3)
+    after, _ = vmap(lambda member, x: (member, member(x)), (0, None))(ens, X)
+    assert isinstance(after, Ensemble)
+    np.testing.assert_allclose(after[1].mean[...], 0.01 * X.mean(0), rtol=1e-5)
     ens = Ensemble.create(lambda rngs: nnx.Dropout(0.5, rngs=rngs), 2, seed=0)
     assert "deterministic=True" in fails(ens, X)
     assert (ens.view(deterministic=True)(X) == X).all()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from functools import partial
 from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 from plurax.ensemble import (
     EarlyStopping,
@@ -239,3 +241,48 @@ def averages_of_weights(fails: Fails) -> None:
     shared = Ensemble.stack([nnx.clone(one) for _ in range(2)], shared="kernel")
     fails(averages.mean, after(ensemble=shared))
     assert len(averages.mean(after(ensemble=Ensemble.stack([nnx.clone(one) for _ in range(2)])))) == 2
+
+
+@remedy("pass dataclasses.replace(state, last=None) to go on from these, with the full patience")
+def another_criterion(fails: Fails) -> None:
+    stopping = {"evaluate": lambda ens: ens(X).mean((1, 2)), "every": 1, "patience": 9}
+    state = trained(early_stopping=EarlyStopping(**stopping))[0]
+    trainer = Trainer(loss, optax.sgd(0.1), strategy="vmap")
+    again = partial(trainer.fit, batches=[X], progress=False, early_stopping=EarlyStopping(**stopping, mode="max"))
+    fails(again, state)
+    assert again(replace(state, last=None))[0].last.criterion == "max of a function"
+
+
+class Normalized(nnx.Module):
+    """A batch norm, of which members may share the statistics."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.BatchNorm(3, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.norm(x)
+
+
+class LinenNormalized(linen.Module):
+    @linen.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        return linen.BatchNorm(use_running_average=not train, momentum=0.0)(x)
+
+
+@remedy(
+    "take steps of a Trainer with optax.set_to_zero(), whose loss calls model.call_and_update",
+    "{}: members share `{}`; leave statistics out of shared=.",
+    "{}: batches has no examples; pass at least one batch (an iterator may be used up).",
+)
+def statistics_of_averages(fails: Fails) -> None:
+    of_linen = Ensemble.from_apply(LinenNormalized().apply, [LinenNormalized().init(KEY, X, train=True)])
+    fails(averages.update_statistics, of_linen, [X])
+    train = lambda model, x: 0 * model.call_and_update(x, train=True).mean()
+    found = trained(1, optax.set_to_zero(), of_linen, train)[0].ensemble
+    np.testing.assert_allclose(found[0].variables["batch_stats"]["BatchNorm_0"]["mean"], X.mean(0))
+    models = [Normalized(nnx.Rngs(0)) for _ in range(2)]
+    fails(averages.update_statistics, Ensemble.stack(models, shared=nnx.BatchStat), [X])
+    fails(averages.update_statistics, Ensemble.stack(models, shared="norm.scale"), iter([]))
+    for shared in (None, "norm.scale"):
+        found = averages.update_statistics(Ensemble.stack(models, shared=shared), [X])
+        np.testing.assert_allclose(found[1].norm.mean[...], X.mean(0))

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 
-from plurax.ensemble import Ensemble, Trainer, calibration, distillation, metrics, plots
+from plurax.ensemble import Committee, Ensemble, Trainer, calibration, distillation, metrics, plots
 from plurax.ensemble.sklearn import EnsembleClassifier, EnsembleRegressor
 
 from ._registry import Fails, remedy
@@ -51,8 +51,9 @@ def values_out_of_range(fails: Fails) -> None:
 @remedy(
     "pass the output of jax.nn.softmax, or one-hot predictions with .astype(float)",
     "pass an array, such as jnp.asarray of a list",
-    "pass its attribute `{}`",
-    "pass what the members return for x, as ensemble(x)",
+    "pass its .mean, or its .members for a result for each member",
+    "pass one of its arrays",
+    "pass the outputs of the ensemble, ensemble(x), since a prediction has no logits",
     "cast them with .astype(float)",
 )
 def predictions_of_another_type(fails: Fails) -> None:
@@ -62,17 +63,20 @@ def predictions_of_another_type(fails: Fails) -> None:
     assert metrics.accuracy(jax.nn.softmax(LOGITS[0]), LABELS) == 0
     fails(metrics.accuracy, [[0.2, 0.8], [0.6, 0.4]], LABELS)
     assert metrics.accuracy(jnp.asarray([[0.2, 0.8], [0.6, 0.4]]), LABELS) == 1
-    prediction = ENSEMBLE.predict(X)
-    assert "`mean`" in fails(metrics.nll, prediction, LABELS)
+    prediction = ENSEMBLE.predict(X, kind="classification")
+    fails(metrics.nll, prediction, LABELS)
     assert metrics.nll(prediction.mean, LABELS) > 0
-    assert "`members`" in fails(metrics.mutual_information, prediction)
-    assert metrics.mutual_information(prediction.members).shape == (2,)
+    assert metrics.nll(prediction.members, LABELS).shape == (2,)
+    fails(metrics.risk_coverage, prediction, jnp.array([0.0, 1.0]))
+    assert metrics.risk_coverage(prediction.entropy, jnp.array([0.0, 1.0]))
     fails(calibration.fit_temperature, prediction, LABELS)
     assert calibration.fit_temperature(ENSEMBLE(X), LABELS).shape == (2,)
-    fails(calibration.fit_temperature, one_hot, LABELS)
-    assert calibration.fit_temperature(one_hot.astype(float), LABELS) > 0
-    fails(Ensemble.from_apply(lambda logits, x: logits.astype(int), [*LOGITS]).predict, X)
-    assert Ensemble.from_apply(lambda logits, x: logits.astype(int).astype(float), [*LOGITS]).predict(X)
+    integers = jnp.array([[3, -1], [0, 2]])
+    fails(calibration.fit_temperature, integers, LABELS)
+    assert calibration.fit_temperature(integers.astype(float), LABELS) > 0
+    kind: Any = {"kind": "classification"}
+    fails(Ensemble.from_apply(lambda logits, x: logits.astype(int), [*LOGITS]).predict, X, **kind)
+    assert Ensemble.from_apply(lambda logits, x: logits.astype(int).astype(float), [*LOGITS]).predict(X, **kind)
 
 
 @remedy(
@@ -166,3 +170,24 @@ def distillations(fails: Fails) -> None:
 
     fails(stepped, (1,))
     assert stepped(()).shape == (1,)
+
+
+@remedy("pass what the model returns before its softmax, or jnp.log of the probabilities")
+def probabilities_as_logits(fails: Fails) -> None:
+    logits = 3 * LOGITS[0]
+    probabilities = jax.nn.softmax(logits)
+    fails(calibration.fit_temperature, probabilities, LABELS)
+    expected = calibration.fit_temperature(logits, LABELS)
+    np.testing.assert_allclose(calibration.fit_temperature(jnp.log(probabilities), LABELS), expected, rtol=1e-4)
+
+
+@remedy("pass kind='classification', kind='binary' or kind='regression'{}")
+def outputs_of_no_kind(fails: Fails) -> None:
+    said = fails(ENSEMBLE.predict, X)
+    assert "ensemble.with_kind('regression')" in said
+    for kind in ("classification", "binary", "regression"):
+        found = ENSEMBLE.predict(X, kind=kind)
+        assert (ENSEMBLE.with_kind(kind).predict(X).mean == found.mean).all()
+    committee = Committee([ENSEMBLE])
+    assert "committee.with_kind('regression')" in fails(committee.predict, X)
+    assert (committee.with_kind("regression").predict(X).mean == LOGITS.mean(0)).all()

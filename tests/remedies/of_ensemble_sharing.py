@@ -49,10 +49,10 @@ def groups_of_a_committee(fails: Fails) -> None:
     for function in (jnp.sin, equinox):
         fails(Committee, [ENSEMBLE, function])
     apply = lambda model, x: jax.vmap(model)(x)
-    assert len(Committee([ENSEMBLE, Ensemble.from_apply(apply, [equinox])]).predict(X).members) == 3
+    assert len(Committee([ENSEMBLE, Ensemble.from_apply(apply, [equinox])]).predict(X, kind="regression").members) == 3
     fails(Committee, [ENSEMBLE, models])
     for groups in ([ENSEMBLE, *models], [ENSEMBLE, Ensemble.stack(models)]):
-        assert len(Committee(groups).predict(X).members) == 4
+        assert len(Committee(groups).predict(X, kind="regression").members) == 4
     state = Trainer(lambda model, x: model(x).mean(), optax.sgd(0.1)).init(ENSEMBLE)
     fails(Committee, [state])
     assert len(Committee([state.ensemble])) == 2
@@ -63,9 +63,9 @@ def groups_of_a_committee(fails: Fails) -> None:
     "Committee.save: {} exists and is no committee; pass another path.",
 )
 def groups_with_other_outputs(fails: Fails) -> None:
-    fails(Committee([ENSEMBLE, linear(nnx.Rngs(0), 4)]).predict, X)
+    fails(Committee([ENSEMBLE, linear(nnx.Rngs(0), 4)]).predict, X, kind="regression")
     committee = Committee([ENSEMBLE, linear(nnx.Rngs(0))])
-    assert committee.predict(X).mean.shape == (2, 2)
+    assert committee.predict(X, kind="regression").mean.shape == (2, 2)
     Path("taken").mkdir()
     fails(committee.save, "taken")
     committee.save("saved")
@@ -86,9 +86,9 @@ class Rows(nnx.Module):
 def models_of_a_fixed_batch(fails: Fails) -> None:
     def exported(function: Any) -> Any:
         ens = Ensemble.create(lambda rngs: Rows(rngs, function), 2, seed=0)
-        export(ens, "model", X, platforms=("cpu",))
+        export(ens, "model", X, platforms=("cpu",), kind="classification")
         for x in (X, X[:1]):
-            assert (load_exported("model")(x)["mean"] == ens.predict(x).mean).all()
+            assert (load_exported("model")(x)["mean"] == ens.predict(x, kind="classification").mean).all()
 
     fails(exported, lambda x, y: y.reshape(len(x), 2))
     exported(lambda x, y: y.reshape(x.shape[0], 2))

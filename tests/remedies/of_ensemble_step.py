@@ -191,3 +191,13 @@ def something_else_than_an_ensemble(fails: Fails) -> None:
     apply = lambda v, x: v["w"] * x + v["b"]
     fails(trainer.init, Ensemble.from_apply(apply, values, trainable=lambda path, _: path == "kernel"))
     trainer.init(Ensemble.from_apply(apply, values, trainable=lambda path, _: path == "w"))
+
+
+@remedy("pass a function of the parameters, such as lambda params: jax.tree.map(lambda x: x.ndim > 1, params)")
+def a_mask_of_another_structure(fails: Fails) -> None:
+    ensemble = Ensemble.create(lambda rngs: nnx.Linear(3, 3, rngs=rngs), 2, seed=0)
+    mask: Any = nnx.State({"kernel": True, "bias": False})
+    for wrong in (mask, {"kernel": True}):
+        fails(stepped, loss, optax.adamw(0.1, mask=wrong), ensemble)
+    mask = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
+    assert jnp.isfinite(stepped(loss, optax.adamw(0.1, mask=mask), ensemble)["loss"]).all()

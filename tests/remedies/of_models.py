@@ -175,6 +175,13 @@ def array_of_an_explicit_mesh(fails: Fails) -> None:
         np.testing.assert_allclose(gradient(kind, closes=closes), 2 * X.sum(0), rtol=1e-5)
 
 
+class WithRandomCarry(nnx.SimpleCell):
+    """Begins with a random carry, as an `nnx.RNN` may."""
+
+    def initialize_carry(self, input_shape: Any, rngs: Any = None, *_: Any) -> Any:
+        return super().initialize_carry(input_shape, rngs, nnx.initializers.normal())
+
+
 class Running(nnx.Module):
     """Has statistics, dropout and a recurrent layer, as chosen."""
 
@@ -183,7 +190,7 @@ class Running(nnx.Module):
         self.layer: Any = {
             "norm": lambda: nnx.BatchNorm(3, rngs=rngs),
             "dropout": lambda: nnx.Dropout(0.5, rngs=rngs),
-            "rnn": lambda: nnx.RNN(nnx.SimpleCell(3, 3, rngs=rngs), rngs=rngs),
+            "rnn": lambda: nnx.RNN(WithRandomCarry(3, 3, rngs=rngs), rngs=rngs),
         }[what]()
         self.w = nnx.Param(jnp.ones(3))
 
@@ -193,7 +200,7 @@ class Running(nnx.Module):
         return self.layer(x) @ self.w[...]
 
 
-@remedy("which all examples share; use", "; call nnx.RNN with initial_carry=")
+@remedy("use its evaluation mode: {}{})", "call nnx.RNN with initial_carry=")
 def state_of_examples(fails: Fails) -> None:
     for what, mode in (("norm", "use_running_average"), ("dropout", "deterministic")):
         fails(per_sample_grad(total), Running(what), X)
@@ -203,3 +210,34 @@ def state_of_examples(fails: Fails) -> None:
     ).sum()
     fails(per_sample_grad(total), Running("rnn"), X)
     assert per_sample_grad(with_carry)(Running("rnn"), X)["w"].shape == (2, 3)
+
+
+class Holder(nnx.Module):
+    """Holds an ensemble where Flax sees no variables."""
+
+    def __init__(self, ensemble: Any) -> None:
+        self.members = nnx.data(ensemble)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return vmap(lambda member, x: member(x), (0, None))(self.members, x).mean(0)
+
+
+@remedy(
+    "{}, in which Flax finds no variables, so it would never train; {}.",
+    "pass it as an argument of its own",
+    ", or keep the members as one stacked module, self.members = {}, and call {}",
+)
+def ensemble_within_a_module(fails: Fails) -> None:
+    ensemble = Ensemble.create(lambda rngs: nnx.Linear(3, 2, rngs=rngs), 4, seed=0)
+    fails(grad(total), Holder(ensemble), X)
+    expected = grad(lambda ensemble, x: ensemble(x).mean(0).sum())(ensemble, X)
+    held = grad(total)(Holder(jax.tree.map(lambda *x: jnp.stack(x), *ensemble)), X)
+    np.testing.assert_allclose(held["members"]["kernel"], jax.tree.leaves(expected)[1], rtol=1e-6)
+
+
+@remedy("pass a pytree of its arrays")
+def a_function_instead_of_parameters(fails: Fails) -> None:
+    model = lambda x: x @ jnp.ones(3)
+    loss = lambda w, x: (x @ w).sum()
+    fails(grad(lambda model, x: model(x).sum()), model, X)
+    np.testing.assert_allclose(grad(loss)(jnp.ones(3), X), X.sum(0))

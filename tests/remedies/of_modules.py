@@ -181,12 +181,16 @@ class Scale(nnx.Module):
         return x * (scale if getattr(self, "dtype", None) is None else scale.astype(self.dtype))
 
 
-@remedy("add one, or pass keep={{}: None} if the {} converts by itself")
+@remedy("leave it out of where, pass keep={{}: None} if it converts by itself, or a function in rules")
 def precision_of_own_parameters(fails: Fails) -> None:
     fails(with_precision, Scale(), HALF)
     x = X.astype(HALF)
     assert with_precision(Scale(dtype=None), HALF)(x).dtype == HALF
     assert with_precision(Scale(), HALF, keep={Scale: None})(x).dtype == jnp.float32
+    both = nnx.Sequential(linear(), nnx.Linear(3, 4, rngs=nnx.Rngs(1)), Scale())
+    fails(with_precision, both, HALF)
+    assert with_precision(both, HALF, where=nnx.Linear)(x).dtype == jnp.float32
+    assert with_precision(both, HALF, rules={Scale: lambda scale: Scale(dtype=HALF)})(x).dtype == HALF
 
 
 class Head(nnx.Module):
@@ -270,7 +274,7 @@ def layers_to_adapt(fails: Fails) -> None:
         assert lora(mlp(nnx.Rngs(0)), rank=1, where=where, rngs=nnx.Rngs(0))(X).shape == (2, 3)
 
 
-@remedy("{}: {} is a grouped convolution; leave it out of where.")
+@remedy("lora: {} is a grouped convolution; leave it out of where.")
 def grouped_convolutions(fails: Fails) -> None:
     rngs = nnx.Rngs(0)
     grouped = nnx.Conv(4, 4, (3,), feature_group_count=2, rngs=rngs)
@@ -393,3 +397,54 @@ def without_safetensors(fails: Fails) -> None:
         fails(load_params, "a.safetensors", linear())
     assert any(name.startswith("safetensors") for name in extras()["files"])
     save_params("a.safetensors", linear())
+
+
+class Projection(nnx.Module):
+    """A layer of a class of its own."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.w = nnx.Param(rngs.params.normal((4, 4)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x @ self.w[...]
+
+
+@remedy(
+    "{}: {}; {}, or leave it out, as where=nnx.Not({}) does.",
+    "{}: rules[{}] must return a layer, but it returned {}.",
+    "{}: rules has a function for {}, but the model has none; leave it out.",
+)
+def layers_of_other_classes(fails: Fails) -> None:
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(Projection(rngs), linear())
+    stays = {Projection: lambda layer: layer}
+    for adapt in (partial(lora, rank=1), batch_ensemble):
+        fails(adapt, model, rngs=rngs)
+        assert adapt(model, rngs=rngs, where=nnx.Not(Projection))(X).shape == (2, 3)
+        fails(adapt, model, rngs=rngs, rules={Projection: lambda layer: layer.w})
+        assert adapt(model, rngs=rngs, rules=stays)(X).shape == (2, 3)
+        fails(adapt, linear(), rngs=rngs, rules=stays)
+
+
+@remedy("leave it out, as where=nnx.Not({}) does, or give a function for {} in rules")
+def layers_inside_others(fails: Fails) -> None:
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(nnx.WeightNorm(linear(), rngs=rngs), nnx.Linear(3, 2, rngs=rngs))
+    fails(lora, model, 1, rngs=rngs)
+    assert lora(model, 1, rngs=rngs, where=nnx.Not(nnx.WeightNorm))(X).shape == (2, 2)
+    assert lora(model, 1, rngs=rngs, rules={nnx.WeightNorm: lambda layer: layer})(X).shape == (2, 2)
+
+
+@remedy("tabm: first must select {}, but selects `{}`; name another layer.")
+def first_layers_of_tabm(fails: Fails) -> None:
+    layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(3)]
+    of = partial(tabm, nnx.Sequential(*layers), head="layers.2", rngs=nnx.Rngs(1), where="layers.0")
+    fails(of, first="layers.1")
+    assert of(first="layers.0")(X).shape == (2, 4)
+
+
+@remedy("with_precision: where selects no module {}; name a layer, such as 'layers.0'.")
+def modules_without_a_dtype(fails: Fails) -> None:
+    fails(with_precision, mlp(nnx.Rngs(0)), HALF, where="layers.1")
+    found: Any = with_precision(mlp(nnx.Rngs(0)), HALF, where="layers.0")
+    assert [found.layers[i].dtype for i in (0, 2)] == [HALF, None]

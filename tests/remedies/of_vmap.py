@@ -75,7 +75,11 @@ class Noisy(nnx.Module):
         return self.dropout(self.norm(x))
 
 
-@remedy("which would be lost; return the model as well, or map")
+@remedy(
+    "return the model as well",
+    "pass split_rngs=True, so that each slice draws its own numbers",
+    "use its evaluation mode: {}{})",
+)
 def state_in_vmap(fails: Fails) -> None:
     model, batches = Noisy(nnx.Rngs(0)), jnp.arange(24.0).reshape(4, 2, 3)
     call = lambda model, x: model(x)
@@ -84,7 +88,10 @@ def state_in_vmap(fails: Fails) -> None:
         fails(mapped, batches)
     assert vmap(call, in_axes=(None, 0))(evaluation, batches).shape == batches.shape
     assert vmap(evaluation)(batches).shape == batches.shape
-    back, _ = vmap(lambda model, x: (model, model(x)), in_axes=(None, 0))(model, batches)
+    both = lambda model, x: (model, model(x))
+    back, out = vmap(both, in_axes=(None, 0), split_rngs=True)(model, jnp.tile(batches[:1], (4, 50, 1)))
+    assert len({(row == 0).tobytes() for row in np.asarray(out)}) == 4
+    back, _ = vmap(both, in_axes=(None, 0))(model, batches)
     np.testing.assert_allclose(back.norm.mean[...], 0.01 * batches.mean(1), rtol=1e-5)
 
     members = Ensemble.create(Noisy, 4, seed=0)
@@ -257,3 +264,40 @@ def budget_inside(fails: Fails) -> None:
     fails(grad(lambda x: inner(x).sum()), X[0])
     program = jax.jit(grad(lambda x: vmap(jnp.sin)(x).sum())).lower(X[0]).compile()
     assert program.memory_analysis() is not None
+
+
+@remedy(
+    "pass plurax.ensemble.Ensemble.stack([*models]), with in_axes=None if all get the same input",
+    "{}: fun is a {} of {} models; to map over models, {}.",
+)
+def list_of_models(fails: Fails) -> None:
+    models = [nnx.Linear(3, 2, rngs=nnx.Rngs(i)) for i in range(2)]
+    for several in (models, nnx.List(models)):
+        fails(lambda several=several: vmap(several))
+        found = vmap(Ensemble.stack([*several]), in_axes=None)(X)
+        np.testing.assert_allclose(found, jnp.stack([model(X) for model in models]), rtol=1e-6)
+
+
+@remedy(
+    "{}: {}; pass True for all streams, or False.",
+    "{}: split_rngs selects {}; map the module, or pass a filter that leaves it out.",
+)
+def streams_to_split(fails: Fails) -> None:
+    call = lambda model, x: (model, model(x))
+    batches = jnp.ones((4, 50, 3))
+    model = nnx.Dropout(0.5, rngs=nnx.Rngs(dropout=0))
+    fails(vmap(call, (None, 0), split_rngs="params"), model, batches)
+    for chosen in (True, "dropout"):
+        out = np.asarray(vmap(call, (None, 0), split_rngs=chosen)(model, batches)[1])
+        assert len({row.tobytes() for row in out}) == 4
+    evaluation = nnx.view(model, deterministic=True)
+    assert (vmap(call, (None, 0), split_rngs=False)(evaluation, batches)[1] == 1).all()
+
+    stacked = nnx.Dict(dropout=nnx.Dropout(0.5, rngs=nnx.Rngs(dropout=0)), noise=nnx.Rngs(noise=1).split(4))
+    drop = lambda model, x: (model, model["dropout"](x))
+    fails(vmap(drop, (None, 0), split_rngs=True), stacked, batches)
+    out = np.asarray(vmap(drop, (None, 0), split_rngs=nnx.PathContains("dropout"))(stacked, batches)[1])
+    assert len({row.tobytes() for row in out}) == 4
+    many = nnx.Rngs(dropout=1).split(4)
+    mapped = vmap(lambda rngs, x: (rngs, jax.random.bernoulli(rngs.dropout(), 0.5, x.shape)), (0, 0))
+    assert len({row.tobytes() for row in np.asarray(mapped(many, batches)[1])}) == 4

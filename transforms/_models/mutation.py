@@ -7,7 +7,7 @@ through unchanged (`passing_through`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
@@ -183,7 +183,7 @@ def refuse_changes(
     why: str,
     remedies: Callable[[int, bool, bool], list[str]] = lambda *_: [],
     returned: Sequence[Any] = (),
-    view: str = "nnx.view(model, ",
+    members: Collection[int] = (),
 ) -> None:
     """Raise if a call has changed the state of one of its models, except models that it has `returned`.
 
@@ -199,7 +199,7 @@ def refuse_changes(
       remedies: a function from the index of a model, whether its random streams have changed, and whether anything else
         has, to remedies besides the evaluation mode.
       returned: models that may change.
-      view: the beginning of the call that returns the model in evaluation mode.
+      members: the indices of models that are members of an ensemble.
     """
     found = changes(function, arguments, models, returned, ignore_unused=True)
     for i, (before, paths) in enumerate(zip(splits_of(arguments), found, strict=True)):
@@ -207,6 +207,7 @@ def refuse_changes(
             continue
         model = before.merge()
         drawn = random_state(model) & set(paths)
+        view = "ensemble.view(" if i in members else "nnx.view(model, "
         cures = remedies(i, bool(drawn), len(drawn) < len(paths)) + _remedies(model, drawn, paths, view)
         cure = ", or ".join(cures or ["do not change it in this call"])
         raise ValueError(f"{who} changes the state of {type(model).__name__} (`{paths[0]}`), {why}; {cure}.")
