@@ -131,7 +131,7 @@ def vmap(
 
 def vmap_of(
     api: str,
-    fun: Callable[..., Any],
+    fun: Any,
     in_axes: Axes = 0,
     out_axes: Axes = 0,
     axis_name: Any = None,

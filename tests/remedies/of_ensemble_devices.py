@@ -1,11 +1,10 @@
-"""Remedies of meshes with an axis "data", on two devices. This file is also a script, which runs with them."""
+"""Remedies of meshes with an axis "data", on two devices. This file also runs with them as a script."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,11 +15,7 @@ from jax import lax
 
 from plurax.ensemble import Ensemble, Trainer
 
-if __package__:
-    from ._registry import Fails, remedy
-else:  # the script
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    from remedies._registry import Fails, remedy
+from ._registry import ROOT, Fails, remedy
 
 TEXTS = (
     'take means over the examples, or use a mesh without the axis "{}"',
@@ -37,7 +32,8 @@ TEXTS = (
 @remedy(*TEXTS)
 def with_an_axis_of_data(fails: Fails) -> None:
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"}
-    subprocess.run([sys.executable, __file__], env=environment, check=True, timeout=600)
+    command = [sys.executable, "-m", "tests.remedies.of_ensemble_devices"]
+    subprocess.run(command, env=environment, cwd=ROOT, check=True, timeout=600)
     fails.left = []
 
 

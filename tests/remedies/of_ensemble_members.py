@@ -125,6 +125,7 @@ def models_without_arrays(fails: Fails) -> None:
     "Ensemble.create: seed has {} entries for {} members; pass one for each.",
 )
 def seeds(fails: Fails) -> None:
+    wrong: Any
     for wrong in (None, 1.5, "0", [0.5, 1.0], jnp.arange(2)):
         fails(Ensemble.create, linear, 2, seed=wrong)
     for wrong in ([0], [0, 1, 2], jax.random.split(jax.random.key(0), 3)):
@@ -194,7 +195,7 @@ def an_ensemble_whose_arrays_were_sliced_or_stacked(fails: Fails) -> None:
     "return the members: plurax.transforms.vmap(lambda member, x: (member, member(x)), (0, None))(ensemble, x)",
 )
 def a_call_that_changes_members(fails: Fails) -> None:
-    ens = Ensemble.create(lambda rngs: nnx.BatchNorm(3, rngs=rngs), 2, seed=0)
+    ens: Any = Ensemble.create(lambda rngs: nnx.BatchNorm(3, rngs=rngs), 2, seed=0)
     assert "ensemble.view(use_running_average=True)" in fails(ens, X)
     assert ens.view(use_running_average=True)(X).shape == (2, 2, 3)
     after, _ = vmap(lambda member, x: (member, member(x)), (0, None))(ens, X)
@@ -325,6 +326,7 @@ def axes_of_a_mesh(fails: Fails) -> None:
         trainer = Trainer(loss, optax.sgd(0.1), mesh=mesh)
         return trainer.step(trainer.init(ENSEMBLE), X)[1]["loss"]
 
+    names: tuple[str, ...]
     for names in (("members",), ("ensemble", "examples"), ("data",), ("data", "model")):
         fails(stepped, jax.make_mesh((1,) * len(names), names))
     for names in (("ensemble",), ("ensemble", "data"), ("ensemble", "data", "model")):

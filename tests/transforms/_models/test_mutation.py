@@ -233,7 +233,7 @@ def count(model: Drawing) -> Any:
     return model.rngs.default.count
 
 
-def advance(model: Drawing, by: Any) -> None:
+def advance(model: Drawing, by: Any) -> Any:
     count(model)[...] += by
 
 

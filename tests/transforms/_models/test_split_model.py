@@ -282,5 +282,6 @@ def test_members_train_as_one_stacked_module() -> None:
     model, x = Stacked(ens), np.ones((5, 3), np.float32)
     np.testing.assert_allclose(model(x), model.out(ens(x)), rtol=1e-5)
     gradient = grad(lambda model, x: model(x).sum())(model, x)
-    expected = jax.grad(lambda kernel: model.out(x @ kernel + ens[2].bias[...]).sum())(ens[2].kernel[...])
+    bias: Any = ens[2].bias
+    expected = jax.grad(lambda kernel: model.out(x @ kernel + bias[...]).sum())(ens[2].kernel[...])
     np.testing.assert_allclose(gradient["members"]["kernel"][...][2], expected, rtol=1e-5)

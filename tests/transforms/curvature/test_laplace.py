@@ -260,7 +260,7 @@ def regression(spread: float, n: int = 60, p: int = 6) -> tuple[np.ndarray, np.n
     generator = np.random.default_rng(3)
     scales = generator.permutation(10.0 ** np.linspace(-spread, spread, p))
     mixed = generator.normal(size=(n, p)) @ (np.eye(p) + 0.3 * generator.normal(size=(p, p)))
-    return np.float32(mixed * scales), np.float32(generator.normal(size=(5, p)) * scales)
+    return (mixed * scales).astype(np.float32), (generator.normal(size=(5, p)) * scales).astype(np.float32)
 
 
 @pytest.mark.parametrize("structure", ["full", "kfac", "ekfac"])
@@ -299,6 +299,9 @@ def test_the_prior_of_badly_scaled_inputs_is_that_of_float64(structure: Any) -> 
 @pytest.mark.parametrize("structure", ["full", "kfac", "ekfac"])
 def test_what_float32_cannot_say_is_warned_of(structure: Any) -> None:
     """Two equal inputs leave a direction without curvature, which rounding fills."""
+    x: Any
+    w: Any
+    y: Any
     x, _ = regression(0)
     x = np.concatenate([x, x[:, :1]], axis=1)
     w, y = np.float32(normal(7, 2)), np.float32(normal(60, 2))

@@ -437,7 +437,8 @@ def _inflation(curvature: KroneckerFactors | Spectrum, damping: jax.Array) -> tu
     def diagonal(fun: Callable[[jax.Array], jax.Array]) -> list[jax.Array]:
         if isinstance(curvature, Spectrum):
             return [jnp.matmul(fun(curvature.values), jnp.square(curvature.vectors), precision="highest")]
-        return [replace(x, values=fun(x.values)).diagonal() for x in curvature.eigen().blocks]
+        blocks: tuple[Any, ...] = curvature.eigen().blocks
+        return [replace(x, values=fun(x.values)).diagonal() for x in blocks]
 
     both = zip(diagonal(lambda e: e + damping), diagonal(lambda e: 1 / (e + damping)), strict=True)
     return jnp.stack([(one * other).max() for one, other in both]).max(), curvature.eigenvalues().max()
