@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+
 from ...transforms._models.equinox import is_equinox
 from ...transforms._models.split_model import is_module
 
@@ -15,7 +17,7 @@ def viewed(model: Any, attributes: Mapping[str, Any]) -> Any:
 
     if not is_module(model):
         remedy = "pass options of their apply function, as ens(x, train=False)"
-        if is_equinox(model.variables):
+        if any(map(is_equinox, jax.tree.leaves(model.variables, is_leaf=is_equinox))):
             remedy = "use eqx.nn.inference_mode of each model, before Ensemble.from_apply"
         raise TypeError(f"Ensemble.view: the members are not NNX modules; {remedy}.")
     try:

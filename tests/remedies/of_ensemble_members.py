@@ -217,6 +217,10 @@ def views_of_models_that_are_not_of_nnx(fails: Fails) -> None:
     assert ens(X, train=False).shape == (2, 2, 2)
     equinox = [dense_and_dropout(jax.random.key(i)) for i in range(2)]
     fails(Ensemble.from_apply(per_example, equinox).view, inference=True)
+    nested = lambda variables, x: per_example(variables["net"], x)
+    fails(Ensemble.from_apply(nested, [{"net": net} for net in equinox]).view, inference=True)
+    inference = [eqx.nn.inference_mode({"net": net}) for net in equinox]
+    assert Ensemble.from_apply(nested, inference)(X).shape == (2, 2, 2)
     assert Ensemble.from_apply(per_example, [*map(eqx.nn.inference_mode, equinox)])(X).shape == (2, 2, 2)
 
 
