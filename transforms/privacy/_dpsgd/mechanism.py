@@ -152,9 +152,9 @@ class Mechanism:
 
         Cost:
           With "pld" up to a second for the first call with new settings, then less; results are cached. The
-          discretization is relative to ε if ε is large, which adds at most 1e-4 of it; an ε above a million, which
-          "pld" cannot compute, is that of "rdp". With a
-          sampling other than Poisson's, some 100 / δ samples of as many numbers as there are steps: minutes for 1e-5.
+          discretization is relative to ε if ε is large, which adds at most 1e-4 of it (4e-4 above ten thousand); an
+          ε above a million, which "pld" cannot compute, is that of "rdp". With a sampling other than Poisson's, some
+          100 / δ samples of as many numbers as there are steps: minutes for 1e-5.
         """
         if isinstance(state, DPState):
             steps, models = int(state.step), published(state, together)
