@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._core.compat import ClosedJaxpr, Jaxpr, JaxprEqn
+from .._core.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Tracer
 from .._core.jaxpr import CALLS, ELEMENTWISE, REMAT, at_source, aval, bodies, called, evaluate, interpret, with_inner
 from .convolution import Convolution
 
@@ -104,10 +104,14 @@ def _largest(jaxpr: Jaxpr, elements: Callable[[Convolution], float]) -> float:
 
 @dataclass(frozen=True)
 class _Permuted:
-    """An array with its axes in another order: axis i of `array` is axis `order[i]` of the array in the program."""
+    """An array with its axes in another order: axis i of `array` is axis `order[i]` of the array in the program.
+
+    If it was padded with zeros, `unpadded` has the array before and the padding, both in this order.
+    """
 
     array: jax.Array
     order: tuple[int, ...]
+    unpadded: tuple[jax.Array, list[tuple[int, int, int]]] | None = None
 
 
 def run_chosen(
@@ -133,6 +137,8 @@ def _visit(chosen: Callable[[JaxprEqn, list[Any]], bool], eqn: JaxprEqn, values:
             out = _PRODUCTS_AND_SLICES[name](eqn, *values)
         if out is not None:  # None: the operation is not rewritten, but evaluated below
             return [out]
+    if name == "pad" and isinstance(values[0], _Permuted):
+        return [_padded(eqn, *values)]
     order = next((x.order for x in values if isinstance(x, _Permuted)), None)
     arrays = list(map(plain, values))
     if order is not None and name in ELEMENTWISE:
@@ -238,12 +244,9 @@ def _by_parts(of: Convolution, lhs: Any, rhs: Any) -> _Permuted:
     # Sum over one window axis at a time: the first axis of `parts` has the positions along it, and is summed away.
     axis = len(counts)  # the spatial axis for this window axis, after its positions are summed away
     for i, (size, count) in enumerate(zip(of.sizes, counts, strict=True)):
-        begin, length = of.padding[i][0], (size - 1) * of.strides[i] + 1
-        shifted = [
-            _placed(parts[position], axis, begin - position * of.dilation[i], of.spread[i], length, of.strides[i])
-            for position in range(count)
-        ]
-        parts = reduce(jnp.add, shifted)
+        begins = [of.padding[i][0] - position * of.dilation[i] for position in range(count)]
+        parts = _overlaid(parts, begins, of.spread[i], (size - 1) * of.strides[i] + 1, axis)
+        parts = lax.slice_in_dim(parts, 0, None, of.strides[i], axis)
     return _Permuted(parts, (of.out_features, *of.out_places, of.out_batch))
 
 
@@ -282,20 +285,40 @@ def _slices(
     return x.reshape(-1, *x.shape[len(counts) :])
 
 
-def _placed(x: jax.Array, axis: int, begin: int, dilation: int, length: int, stride: int) -> jax.Array:
-    """Return zeros of `length` along an axis with `x` at `begin`, `begin + dilation`, ..., sliced by `stride`."""
-    config = [(0, 0, 0)] * x.ndim
-    # Negative padding crops elements that fall outside.
-    config[axis] = (begin, length - begin - (x.shape[axis] - 1) * dilation - 1, dilation - 1)
-    return lax.slice_in_dim(lax.pad(x, jnp.zeros((), x.dtype), config), 0, None, stride, axis)
+def _overlaid(parts: Sequence[Any], begins: Sequence[int], step: int, length: int, axis: int) -> jax.Array:
+    """Return an array of `length` along an axis that is the sum of all parts.
+
+    The elements of a part are `step` apart, from its place in `begins` on; those outside are dropped. So the places p,
+    p + step, ... are a sum of shifted parts for each p, and nothing but zeros is computed for the gaps.
+    """
+    shape, places = parts[0].shape, -(-length // step)
+    if (len(parts), *begins, step, length) == (1, 0, 1, shape[axis]):
+        return parts[0]
+    terms = [[(k, begin // step) for k, begin in enumerate(begins) if begin % step == p] for p in range(step)]
+
+    def shifted(k: int, begin: int) -> jax.Array:
+        config = [(0, 0, 0)] * len(shape)
+        config[axis] = (begin, places - shape[axis] - begin, 0)  # negative padding crops
+        return lax.pad(parts[k], jnp.zeros((), parts[k].dtype), config)
+
+    sums = [reduce(jnp.add, [shifted(*term) for term in of]) if of else jnp.zeros_like(shifted(0, 0)) for of in terms]
+    return lax.slice_in_dim(lax.collapse(jnp.stack(sums, axis + 1), axis, axis + 2), 0, length, axis=axis)
 
 
 # Pooling.
 
 
+def _padded(eqn: JaxprEqn, x: _Permuted, fill: Any) -> _Permuted:
+    """Return a permuted array with padding."""
+    config = [eqn.params["padding_config"][i] for i in x.order]
+    zeros = not isinstance(fill, Tracer) and not np.any(fill)
+    return _Permuted(lax.pad(x.array, plain(fill), config), x.order, (x.array, config) if zeros else None)
+
+
 def _pool(eqn: JaxprEqn, x: Any, *, combine: Callable[[jax.Array, jax.Array], jax.Array], empty: float) -> Any:
     """Return the slices of a window, combined elementwise; None for large windows, empty arrays and integers."""
     order = x.order if isinstance(x, _Permuted) else tuple(range(len(x.shape)))
+    unpadded = x.unpadded if isinstance(x, _Permuted) else None
     x = _in_order(x, order)
     window, strides, padding, base, dilation = (
         [eqn.params[name][i] for i in order]
@@ -304,10 +327,29 @@ def _pool(eqn: JaxprEqn, x: Any, *, combine: Callable[[jax.Array, jax.Array], ja
     none = 0 in (*x.shape, *aval(eqn.outvars[0]).shape)
     if math.prod(window) > _MOST_SLICES or none or not jnp.issubdtype(x.dtype, jnp.floating):
         return None
+    if (
+        unpadded is not None
+        and combine is lax.add
+        and {*strides, *base, *dilation} == {1}
+        and not any(map(any, padding))
+    ):
+        return _Permuted(_sums_of_padded(*unpadded, window), order)
     config = [(low, high, step - 1) for (low, high), step in zip(padding, base, strict=True)]
     x = lax.pad(x, jnp.asarray(empty, x.dtype), config)
     sizes = [aval(eqn.outvars[0]).shape[i] for i in order]
     return _Permuted(reduce(combine, _window_slices(x, window, strides, dilation, sizes)), order)
+
+
+def _sums_of_padded(x: jax.Array, config: Sequence[tuple[int, int, int]], window: Sequence[int]) -> jax.Array:
+    """Return the sums over the windows of `lax.pad(x, 0, config)`: the gradient of average pooling."""
+    for axis, ((low, high, between), size) in enumerate(zip(config, window, strict=True)):
+        step, count = between + 1, x.shape[axis]
+        length = low + high + (count - 1) * step + 1 - (size - 1)
+        if (low, high, step, size) == (size - 1, size - 1, size, size):  # windows side by side: repeat each element
+            x = jnp.repeat(x, size, axis, total_repeat_length=length)
+        else:
+            x = _overlaid([x] * size, [low - k for k in range(size)], step, length, axis)
+    return x
 
 
 def _window_slices(
@@ -331,22 +373,35 @@ def _scatter(eqn: JaxprEqn, source: Any, operand: Any) -> Any:
     window, strides, padding = (
         [params[name][i] for i in order] for name in ("window_dimensions", "window_strides", "padding")
     )
-    other_kind = params["select_prim"].name != "ge" or any(map(any, padding))
-    if other_kind or math.prod(window) > _MOST_SLICES or 0 in source.shape:
+    if params["select_prim"].name != "ge" or math.prod(window) > _MOST_SLICES or 0 in source.shape:
         return None
-    # As in XLA: an element stays selected while it is not less than the next, so the first of equal elements is chosen.
-    best, *others = _window_slices(operand, window, strides, [1] * len(window), source.shape)
-    chosen = jnp.zeros(best.shape, jnp.int8)
+    sizes, counts = operand.shape, source.shape
+    operand = lax.pad(operand, jnp.zeros((), operand.dtype), [(low, high, 0) for low, high in padding])
+    positions = list(itertools.product(*map(range, window)))
+
+    def inside(position: Sequence[int]) -> np.ndarray:
+        """Return for all windows whether their element at a position is no padding."""
+        found = np.array(True)
+        for i in (i for i, sides in enumerate(padding) if any(sides)):
+            places = np.arange(counts[i]) * strides[i] + position[i] - padding[i][0]
+            found = found & np.expand_dims(
+                (places >= 0) & (places < sizes[i]), [k for k in range(len(sizes)) if k != i]
+            )
+        return found
+
+    # As in XLA: an element stays selected while it is not less than the next, so the first of equal elements is chosen,
+    # and padding is left out.
+    best, *others = _window_slices(operand, window, strides, [1] * len(window), counts)
+    chosen, known = jnp.zeros(counts, jnp.int8), inside(positions[0])
     for i, other in enumerate(others, 1):
-        stays = best >= other
+        there = inside(positions[i])
+        stays = best >= other if known.all() and there.all() else (best >= other) & known | ~there
         best, chosen = jnp.where(stays, best, other), jnp.where(stays, chosen, jnp.int8(i))
-    # For each window position, spread the cotangents of that position by `stride`; negative padding crops.
-    parts = []
-    for i, position in enumerate(itertools.product(*map(range, window))):
-        lengths = zip(position, strides, source.shape, operand.shape, strict=True)
-        config = [(start, size - start - (count - 1) * step - 1, step - 1) for start, step, count, size in lengths]
-        parts.append(lax.pad(jnp.where(chosen == i, source, 0), jnp.zeros((), source.dtype), config))
-    return _Permuted(reduce(jnp.add, parts), order)
+        known = known | there
+    parts = jnp.stack([jnp.where(chosen == i, source, 0) for i in range(len(positions))]).reshape(*window, *counts)
+    for i, (low, _) in enumerate(padding):
+        parts = _overlaid(parts, [k - low for k in range(window[i])], strides[i], sizes[i], len(window) - 1)
+    return _Permuted(parts, order)
 
 
 _PRODUCTS_AND_SLICES: dict[str, Callable[..., Any]] = {
