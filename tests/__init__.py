@@ -1,0 +1,1 @@
+"""The tests; a package, since other libraries install a folder `tests` too."""
