@@ -382,7 +382,7 @@ def test_an_output_that_is_not_a_real_scalar_is_refused(out: Any, shown: str) ->
         grad(out)(X)
 
 
-@pytest.mark.parametrize("out", [lambda x: jnp.sum(x).astype(int), lambda x: x.astype(int), lambda x: "loss"])
+@pytest.mark.parametrize("out", [lambda x: jnp.sum(x).astype(int), lambda x: x.astype(int)])
 def test_for_an_output_that_is_no_floating_point_array_no_cotangent_is_recommended(out: Any) -> None:
     with pytest.raises(TypeError, match="^grad: `output` is .*, but only floating-point arrays have derivatives"):
         grad(out)(X)

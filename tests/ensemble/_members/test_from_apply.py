@@ -331,7 +331,7 @@ class Test_refusals:
             (([1], (1,)), "they differ in the containers"),
             (
                 [(lambda: lambda: 0)() for _ in range(2)],
-                "`a.rate` is .*, a different object in each; define it once, at module ",
+                "`a.rate` is .*, a different object in each; define it once, outside the function",
             ),
         ],
     )
@@ -359,7 +359,9 @@ def test_functions_made_anew_are_refused_with_a_remedy_that_works():
     def made(i, activation):
         return eqx.nn.MLP(4, 3, 5, 1, activation=activation, key=jax.random.key(i))
 
-    with pytest.raises(ValueError, match=r"a different object in each; define it once, at module level\.$"):
+    with pytest.raises(
+        ValueError, match=r"a different object in each; define it once, outside the function that makes a member\.$"
+    ):
         Ensemble.from_apply(apply_mlp, [made(i, lambda x: x**2) for i in range(2)])
     square = lambda x: x**2
     assert Ensemble.from_apply(apply_mlp, [made(i, square) for i in range(2)])(X).shape == (2, 2, 3)

@@ -209,7 +209,7 @@ def test_it_refuses_outputs_that_are_not_logits(logits):
         ValueError, match=r"must return logits of shape \(batch, ..., classes\).*\(4, 5\); .*kind='binary\'"
     ):
         constant(logits[..., 0]).predict(0)
-    with pytest.raises(ValueError, match="for values kind='regression'"):
+    with pytest.raises(ValueError, match="for values use kind='regression'"):
         constant(zip(logits, logits, strict=True)).predict(0)
 
 
@@ -224,7 +224,9 @@ def test_it_refuses_outputs_that_are_not_values(logits):
 
 @pytest.mark.parametrize("classes", [0, 1])
 def test_it_refuses_logits_of_fewer_than_two_classes(classes, logits):
-    message = rf"at least 2 classes, but got shape \(4, 5, {classes}\).*concatenate\(\[jnp.zeros_like\(z\), z\]"
+    message = (
+        rf"at least 2 classes, but got shape \(4, 5, {classes}\); for logits of yes-or-no labels use kind='binary'"
+    )
     with pytest.raises(ValueError, match=message):
         constant(logits[..., :classes]).predict(0)
     with pytest.raises(ValueError, match=message):
@@ -233,8 +235,7 @@ def test_it_refuses_logits_of_fewer_than_two_classes(classes, logits):
 
 def test_the_suggestion_of_that_error_equals_the_sigmoid(logits):
     z = logits[..., :1]
-    prediction = constant(jnp.concatenate([jnp.zeros_like(z), z], axis=-1)).predict(0)
-    np.testing.assert_allclose(prediction.members[..., 1:], jax.nn.sigmoid(z), rtol=1e-5)
+    np.testing.assert_allclose(constant(z).predict(0, kind="binary").members, jax.nn.sigmoid(z), rtol=1e-5)
 
 
 def test_it_refuses_logits_that_are_not_floating(logits):

@@ -150,7 +150,9 @@ def test_complex_outputs_are_for_forward_mode() -> None:
     assert jacobian(fun).explain(X[0]).mode == "forward"
     with pytest.raises(TypeError, match=r"^jacrev: `output` is an array of .* complex64, but reverse mode needs real"):
         jacrev(fun)(X[0])
-    with pytest.raises(TypeError, match=r"^jacobian: `output\['z'\]` is .* use jacfwd .*, or pass holomorphic=True"):
+    with pytest.raises(
+        TypeError, match=r"^jacobian: `output\['z'\]` is .* use forward mode .jacfwd, .*, or pass holomorphic=True"
+    ):
         jacobian(lambda x: {"z": fun(x)}, mode="reverse")(X[0])
 
 

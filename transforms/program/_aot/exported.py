@@ -42,7 +42,7 @@ class Exported:
       >>> from plurax.ensemble import Ensemble, export, load_exported
       >>> ens = Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 5, seed=0)
       >>> with tempfile.TemporaryDirectory() as directory:
-      ...     export(ens, f"{directory}/model.plurax", jnp.ones((1, 4)), platforms=("cpu",))
+      ...     export(ens, f"{directory}/model.plurax", jnp.ones((1, 4)), platforms=("cpu",), kind="classification")
       ...     model = load_exported(f"{directory}/model.plurax")
       >>> {name: array.shape for name, array in model(jnp.ones((7, 4))).items()}
       {'entropy': (7,), 'mean': (7, 3)}

@@ -315,7 +315,7 @@ def test_a_model_that_is_saved_or_exported_has_no_key(tmp_path: Any, dp: DPSGD, 
     ensemble = Ensemble.stack([state.model]) if members is None else state.model
     save_params(tmp_path / "params.safetensors", ensemble[0])
     save(tmp_path / "ensemble", ensemble)
-    export(ensemble, tmp_path / "model.bin", X[:2], platforms=("cpu",))
+    export(ensemble, tmp_path / "model.bin", X[:2], platforms=("cpu",), kind="classification")
     dp.save(tmp_path / "secret", state)
 
     def has(path: Any, number: Any) -> bool:

@@ -112,7 +112,7 @@ def test_epsilon_of_truncated_batches_is_that_of_the_accountant(strategy: Any) -
     for steps in (1, 12):
         accountant = dp_accounting.pld.PLDAccountant(relation)
         accountant.compose(dp_accounting.SelfComposedDpEvent(event, -(-steps // groups)))
-        assert dp.epsilon(steps) == pytest.approx(accountant.get_epsilon(1e-2), rel=1e-9)
+        assert accountant.get_epsilon(1e-2) <= dp.epsilon(steps) <= (1 + 1e-4) * accountant.get_epsilon(1e-2)
     assert dp.epsilon(12) > make(noise_strategy=strategy).epsilon(12)
     state = dp.init(PARAMS, key=jax.random.key(0))
     for batch in dp.batches((X, Y), state):
@@ -257,7 +257,7 @@ def test_a_plan_takes_the_steps_of_jax_privacy(name: str) -> None:
         params = jax.tree.map(lambda p, g: p - 0.3 * g, params, noisy)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), state.tree, params)
     accountant = dp_accounting.pld.PLDAccountant(config.accountant.neighboring_relation).compose(plan.dp_event)
-    assert dp.epsilon(state) == pytest.approx(accountant.get_epsilon(1e-2), rel=1e-6)
+    assert dp.epsilon(state) == pytest.approx(accountant.get_epsilon(1e-2), rel=1e-4)
     assert dp.num_steps == config.iterations
 
 
