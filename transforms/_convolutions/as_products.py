@@ -285,7 +285,7 @@ def _slices(
     return x.reshape(-1, *x.shape[len(counts) :])
 
 
-def _overlaid(parts: Sequence[Any], begins: Sequence[int], step: int, length: int, axis: int) -> jax.Array:
+def _overlaid(parts: Sequence[Any] | jax.Array, begins: Sequence[int], step: int, length: int, axis: int) -> jax.Array:
     """Return an array of `length` along an axis that is the sum of all parts.
 
     The elements of a part are `step` apart, from its place in `begins` on; those outside are dropped. So the places p,
