@@ -397,7 +397,9 @@ def test_remedies_for_state_that_would_be_lost(nets: Ensemble) -> None:
     ):
         vmap(nnx.view(net, deterministic=True))(X)
     # Each member has streams of its own.
-    with pytest.raises(ValueError, match=r"lost; return the model as well, or use .* ensemble\.view\(deterministic=True\)\."):
+    with pytest.raises(
+        ValueError, match=r"lost; return the model as well, or use .* ensemble\.view\(deterministic=True\)\."
+    ):
         vmap(nets.view(use_running_average=True), None)(X[0])
 
 
