@@ -25,6 +25,7 @@ from plurax.transforms.program import (
 )
 
 from ._registry import Fails, remedy
+from .of_models import WithRandomCarry
 
 X = np.sin(np.arange(12.0)).reshape(4, 3).astype(np.float32)
 W = np.array([1.0, -2.0, 0.5], np.float32)
@@ -301,13 +302,6 @@ class Counted(nnx.Module):
     def __call__(self, x: Any) -> Any:
         self.calls[...] += 1
         return self.dense(x)
-
-
-class WithRandomCarry(nnx.SimpleCell):
-    """Begins with a random carry, as an `nnx.RNN` may."""
-
-    def initialize_carry(self, input_shape: Any, rngs: Any = None, *_: Any) -> Any:
-        return super().initialize_carry(input_shape, rngs, nnx.initializers.normal())
 
 
 @remedy("fold_bn: {}; call model.eval(), or nnx.clone(model) in fun.")

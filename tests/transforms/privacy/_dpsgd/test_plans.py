@@ -257,7 +257,7 @@ def test_a_plan_takes_the_steps_of_jax_privacy(name: str) -> None:
         params = jax.tree.map(lambda p, g: p - 0.3 * g, params, noisy)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), state.tree, params)
     accountant = dp_accounting.pld.PLDAccountant(config.accountant.neighboring_relation).compose(plan.dp_event)
-    assert dp.epsilon(state) == pytest.approx(accountant.get_epsilon(1e-2), rel=1e-4)
+    assert accountant.get_epsilon(1e-2) <= dp.epsilon(state) <= (1 + 1e-4) * accountant.get_epsilon(1e-2)
     assert dp.num_steps == config.iterations
 
 
