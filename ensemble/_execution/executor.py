@@ -12,10 +12,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from ...transforms._convolutions.as_products import convolutions_as_products
+from ...transforms._convolutions.as_products import convolutions_as_products, has_convolution
 from ...transforms._core.axes import Axes
 from ...transforms._core.compat import ClosedJaxpr, Jaxpr, Tracer, memory_of
-from ...transforms._core.target import device
+from ...transforms._core.target import device, platform
 from ...transforms._models.hashable import HashablePytree
 from ...transforms._models.stacking import stack
 from ...transforms._runs.source import first_of
@@ -95,6 +95,7 @@ class Executor:
     def __init__(self, step: MemberStep, shared_step: SharedStep, layout: Layout | None) -> None:
         self._step, self._shared_step = step, shared_step
         self.layout = layout
+        self._convolved: dict[Any, bool] = {}  # by the kind of the inputs
         self._latest: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
         self._latest_program: tuple[tuple[Any, ...], Any] | None = None
         # One program for a step that leaves its state usable, and one for a step that donates the memory of its state.
@@ -112,6 +113,8 @@ class Executor:
         The metrics have the members along axis 0 and, if there are several steps, these along axis 1.
         With `donate`, the new state has the form that the next step needs, which may not be a `TrainState`.
         """
+        if self.takes_turns(inputs):
+            return self._one_by_one(execution, inputs, donate)
         structure, size = inputs.state._structure, inputs.size
         layout = self._layout_of(execution)
         after: State
@@ -151,12 +154,33 @@ class Executor:
             metrics = without_padding(metrics, size)
         return after if donate else stacked(after), metrics
 
+    def takes_turns(self, inputs: StepInputs) -> bool:
+        """Return whether several steps are as many programs: XLA's CPU backend is slow at convolutions in a loop."""
+        if inputs.steps is None or platform() != "cpu" or inputs.is_traced:
+            return False
+        kind = inputs.kind
+        if kind not in self._convolved:
+            self._convolved[kind] = has_convolution(self.member_program(inputs))
+        return self._convolved[kind]
+
+    def _one_by_one(self, execution: Execution, inputs: StepInputs, donate: bool) -> tuple[State, dict[str, jax.Array]]:
+        """Return the same as `execute`, with a program for each step."""
+        state, of_steps = inputs.state, []
+        assert inputs.steps is not None
+        for i in range(inputs.steps):
+            arguments = jax.tree.map(lambda x, i=i: x[i], inputs.arguments)
+            one = inputs._replace(state=state, arguments=arguments, steps=None)
+            state, metrics = self.execute(execution, one, donate or i > 0)  # states between steps are ours
+            of_steps.append(metrics)
+        return state if donate else stacked(state), _along_steps(of_steps)
+
     def temporaries(self, inputs: StepInputs, donate: bool, execution: Execution) -> int:
         """Compile a step for an execution, and return the bytes of its temporaries."""
         return memory_of(self.lower(inputs, donate, execution).compile()).temp_size_in_bytes
 
     def lower(self, inputs: StepInputs, donate: bool, execution: Execution) -> Any:
         """Return the lowered program of a step; for "loop", that of one member."""
+        inputs = inputs.first if self.takes_turns(inputs) else inputs
         if execution.strategy == "loop":
             static, member = self._static(execution, inputs), inputs.state._member()
             last = np.uint32(0), *self._last_of_member(inputs)
@@ -311,7 +335,7 @@ class Executor:
         """Return the new arrays and the metrics of a member; compiled once for all members."""
         structure, execution, _, steps, axes = static
         step: Callable[..., Any] = partial(self._step, structure)
-        step = convolutions_as_products(step) if execution.products else step
+        step = convolutions_as_products(step, everywhere=steps is not None) if execution.products else step
 
         def one(own: Arrays, batch: Any) -> tuple[Arrays, dict[str, Any]]:
             return step(own, None, shared, *take_member(batch, axes.value, i))
@@ -354,6 +378,12 @@ def _on_device(arguments: Any) -> Any:
 def _room_for(arrays: Any) -> Any:
     """Return arrays of the same shapes for the results of a step; not zeros, which do not exist for keys."""
     return jax.tree.map(lambda x: jnp.broadcast_to(x[:1], x.shape), arrays)
+
+
+@jax.jit
+def _along_steps(metrics: Sequence[Any]) -> Any:
+    """Return the metrics of several steps, with these along axis 1."""
+    return jax.tree.map(lambda *x: jnp.stack(x, 1), *metrics)
 
 
 # Compiled, so that it is a single dispatch for any number of members and metrics.

@@ -176,7 +176,12 @@ class Stepper:
     def _remember(self, inputs: StepInputs, execution: Execution, after: State, donate: bool) -> None:
         """Remember a step that can be repeated without choosing its execution again."""
         alone = execution.devices == 1 and execution.strategy != "loop" and self.executor.layout is None
-        if not alone or donate or not isinstance(before := inputs.state, TrainState):
+        if (
+            not alone
+            or donate
+            or self.executor.takes_turns(inputs)
+            or not isinstance(before := inputs.state, TrainState)
+        ):
             return
         assert isinstance(after, TrainState)
         if (held := after._held) is not None:  # not made at once

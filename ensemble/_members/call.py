@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ...transforms._calls.explicit_sharding import divided_alike
-from ...transforms._convolutions import few_channels
-from ...transforms._convolutions.as_products import products_unless_differentiated
+from ...transforms._convolutions.as_products import products_unless_differentiated, run_where_slow
 from ...transforms._core.axes import Axes, axes_per_argument, broadcast_axes, check_in_axes, mapped_size
 from ...transforms._core.compat import jaxpr_as_fun
 from ...transforms._core.target import platform
@@ -121,7 +120,7 @@ def _outputs(
         # member is not traced twice.
         batched, out = jax.make_jaxpr(executed(call_member, "vmap"), return_shape=True)(*of_members)
         if in_turn(batched.jaxpr, platform()):
-            return executed(products_unless_differentiated(call_member, few_channels.run), "map")(*of_members)
+            return executed(products_unless_differentiated(call_member, run_where_slow), "map")(*of_members)
         return jax.tree.unflatten(jax.tree.structure(out), jaxpr_as_fun(batched)(*jax.tree.leaves(of_members)))
 
     own = ens.trainable, ens.rest

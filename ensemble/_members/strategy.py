@@ -16,7 +16,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...transforms._calls.chunk import map_in_chunks
-from ...transforms._convolutions.as_products import convolutions_as_products, has_convolution, largest_convolution
+from ...transforms._convolutions.as_products import (
+    convolutions_as_products,
+    has_convolution,
+    is_slow_alone,
+    largest_convolution,
+)
 from ...transforms._core.arguments import check_choice, check_count
 from ...transforms._core.axes import Axes, broadcast_axes
 from ...transforms._core.compat import Jaxpr
@@ -92,7 +97,9 @@ def over_members(
         first argument, then others, then totals, which are added over the members. `fun` has these three outputs too,
         and its second argument says whether a member counts in the totals.
     """
-    rewritten = convolutions_as_products if execution.products else lambda fun: fun
+    # In a loop or with mapped weights XLA is slow at every convolution.
+    everywhere = execution.strategy != "unroll"
+    rewritten = partial(convolutions_as_products, everywhere=everywhere) if execution.products else lambda fun: fun
     if together is not None:
         return _with_totals(rewritten(fun), lambda size: rewritten(together(size)), execution, in_axes, size)
     fun = rewritten(fun)
@@ -246,10 +253,10 @@ def in_turn(jaxpr: Jaxpr, platform: str) -> bool:
 def by_rule(jaxpr: Jaxpr, platform: str) -> Execution:
     """Return the execution of a training step that is used without measurements, from the program of a member's step.
 
-    The CPU backend of XLA is slow at a convolution with batched weights, in a loop, and at its gradients, and fast at
-    matrix products. As products, convolutions of small arrays are batched; larger ones would not stay in the caches, so
-    one member follows another. For thirteen convolutional networks on two cores, this took up to 1.4 times as long as
-    the fastest way, and one member after another without products up to 19 times.
+    The CPU backend of XLA is slow at a convolution with batched weights or in a loop, at those with few channels and at
+    pooling, and fast at matrix products. As products, convolutions of small arrays are batched; larger ones would not
+    stay in the caches, so one member follows another: in a loop, or, where XLA is fast at a convolution that is not in
+    one, one call after another.
 
     On a GPU, batched weights become grouped convolutions, which are slow in cuDNN (PyTorch issues 70954 and 73764), and
     gradients of strided ones have 2.7 times the operations. As products they have those of one member after another, in
@@ -262,5 +269,7 @@ def by_rule(jaxpr: Jaxpr, platform: str) -> Execution:
     if platform == "gpu" and largest > _SMALL[platform]:
         return Execution("map")
     if largest == inf:  # some are not rewritten, and would be slow in a compiled loop
-        return Execution("loop")
-    return Execution("vmap" if largest <= _SMALL[platform] else "map", products=True)
+        return Execution("loop", products=platform == "cpu")
+    if largest <= _SMALL[platform]:
+        return Execution("vmap", products=True)
+    return Execution("map" if platform == "gpu" or is_slow_alone(jaxpr) else "loop", products=True)

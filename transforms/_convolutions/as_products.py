@@ -36,16 +36,21 @@ WITH_BODIES = frozenset({"scan", "while", "cond"}) | REMAT
 _INTO_CALLS = frozenset(CALLS) - WITH_BODIES - {"call_hi_primitive"}
 
 
-def convolutions_as_products(fun: Callable[..., Any]) -> Callable[..., Any]:
+def convolutions_as_products(fun: Callable[..., Any], *, everywhere: bool = False) -> Callable[..., Any]:
     """Return `fun` with convolutions as matrix products and pooling as slices; results are equal to rounding.
 
     Use it only on functions that will not be differentiated again: custom derivative rules are lost.
+
+    Args:
+      fun: the function.
+      everywhere: whether also convolutions at which XLA is fast are rewritten, because it is slow at them where they
+        will run: in a loop, or with mapped weights. In a loop of `fun` itself they always are.
     """
-    return run_by(_run, fun)
+    return run_by(run_everywhere if everywhere else run_outside_loops, fun)
 
 
 def products_unless_differentiated(fun: Callable[..., Any], run: Any = None) -> Callable[..., Any]:
-    """Return a function as `convolutions_as_products`, whose derivatives are those of `fun` as it was.
+    """Return a function with products, whose derivatives are those of `fun` as it was.
 
     `run(jaxpr, consts, args)` evaluates the rewritten program; None for all convolutions.
     """
@@ -56,7 +61,7 @@ def products_unless_differentiated(fun: Callable[..., Any], run: Any = None) -> 
 
         @jax.custom_jvp
         def outputs(*values: Any) -> list[Any]:  # what `fun` closes over is an argument too, so it has derivatives
-            return (run or _run)(closed.jaxpr, values[:count], values[count:])
+            return (run or run_everywhere)(closed.jaxpr, values[:count], values[count:])
 
         @outputs.defjvp
         def derivative(values: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
@@ -114,31 +119,63 @@ class _Permuted:
     unpadded: tuple[jax.Array, list[tuple[int, int, int]]] | None = None
 
 
+Choice = Callable[[JaxprEqn, Sequence[Any]], bool]
+
+
 def run_chosen(
-    chosen: Callable[[JaxprEqn, list[Any]], bool], jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]
+    chosen: Choice, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], *, inside: Choice | None = None
 ) -> list[Any]:
-    """Evaluate a program, with those convolutions and poolings rewritten for which `chosen(eqn, values)` is true."""
-    return [plain(x) for x in interpret(jaxpr, consts, args, partial(_visit, chosen))]
+    """Evaluate a program, with those convolutions and poolings rewritten for which `chosen(eqn, values)` is true.
+
+    In its loops and branches `inside` chooses; the same as outside if None.
+    """
+    return [plain(x) for x in interpret(jaxpr, consts, args, partial(_visit, chosen, inside or chosen))]
 
 
-_run = partial(run_chosen, lambda *_: True)
+def _is_slow(eqn: JaxprEqn, values: Sequence[Any]) -> bool:
+    """Return whether XLA's CPU backend is slow at a convolution outside of a loop; it is slow at all pooling."""
+    if eqn.primitive.name != "conv_general_dilated":
+        return True
+    of = Convolution(eqn)
+    # A window of one position copies no patches, so an image that is permuted already need not be transposed back.
+    return of.is_slow or (of.positions == 1 and isinstance(values[0], _Permuted))
 
 
-def _visit(chosen: Callable[[JaxprEqn, list[Any]], bool], eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+def _any(*_: Any) -> bool:
+    return True
+
+
+# Evaluate a program (jaxpr, consts, args) with some convolutions as products: all; those at which XLA is slow out of
+# loops, and all in loops; the former only, for a forward pass, at which XLA is as fast in loops.
+run_everywhere = partial(run_chosen, _any)
+run_outside_loops = partial(run_chosen, _is_slow, inside=_any)
+run_where_slow = partial(run_chosen, _is_slow)
+
+
+def is_slow_alone(jaxpr: Jaxpr) -> bool:
+    """Return whether XLA's CPU backend is slow at every convolution of a program, at any depth, also out of loops."""
+    found = [eqn for eqn in with_inner(jaxpr.eqns) if eqn.primitive.name == "conv_general_dilated"]
+    return all(Convolution(eqn).is_slow for eqn in found)
+
+
+def _visit(chosen: Choice, inside: Choice, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
     """Return the results of one operation; elementwise operations keep permuted arrays permuted."""
     name = eqn.primitive.name
     if name in _INTO_CALLS:
         with at_source(eqn):
-            return interpret(*called(eqn), values, partial(_visit, chosen))
+            return interpret(*called(eqn), values, partial(_visit, chosen, inside))
     if name in WITH_BODIES and any(map(has_convolution, bodies(eqn))):
-        eqn = with_bodies(eqn, partial(run_chosen, chosen))
+        eqn = with_bodies(eqn, partial(run_chosen, chosen if name in REMAT else inside, inside=inside))
     if name in _PRODUCTS_AND_SLICES and chosen(eqn, values):
         with at_source(eqn):
             out = _PRODUCTS_AND_SLICES[name](eqn, *values)
         if out is not None:  # None: the operation is not rewritten, but evaluated below
             return [out]
-    if name == "pad" and isinstance(values[0], _Permuted):
-        return [_padded(eqn, *values)]
+    if isinstance(values[0] if values else None, _Permuted):
+        if name == "pad":
+            return [_padded(eqn, *values)]
+        if name in ("reshape", "squeeze") and (reshaped := _without_ones(eqn, values[0])) is not None:
+            return [reshaped]
     order = next((x.order for x in values if isinstance(x, _Permuted)), None)
     arrays = list(map(plain, values))
     if order is not None and name in ELEMENTWISE:
@@ -166,14 +203,25 @@ def _retraced(value: Any, run: Callable[..., list[Any]]) -> Any:
     return value if retraced.consts else retraced.jaxpr  # a `Jaxpr` that is not closed cannot hold constants
 
 
-def is_permuted(x: Any) -> bool:
-    """Return whether an array in a program that is being rewritten has its axes in another order."""
-    return isinstance(x, _Permuted)
-
-
 def plain(x: Any) -> Any:
     """Return a permuted array with its axes in the program's order, and anything else unchanged."""
     return lax.transpose(x.array, np.argsort(x.order)) if isinstance(x, _Permuted) else x
+
+
+def _without_ones(eqn: JaxprEqn, x: _Permuted) -> _Permuted | None:
+    """Return a permuted array with axes of size one added or removed; None for any other reshape.
+
+    A mapped function has such an axis at each convolution: that of the batch of one example.
+    """
+    if eqn.params.get("sharding") is not None:
+        return None
+    before, after = aval(eqn.invars[0]).shape, aval(eqn.outvars[0]).shape
+    kept, now = [i for i, size in enumerate(before) if size != 1], [i for i, size in enumerate(after) if size != 1]
+    if [before[i] for i in kept] != [after[i] for i in now]:
+        return None
+    ones = [i for i, size in enumerate(after) if size == 1]
+    order = (*ones, *(now[kept.index(i)] for i in x.order if before[i] != 1))
+    return _Permuted(x.array.reshape([after[i] for i in order]), order)
 
 
 # If a permuted array already has the wanted order, the two transposes are inverse, and XLA removes both.

@@ -29,6 +29,7 @@ class Convolution:
       parts: the elements of one example's result for one window position, for all places of the input.
       groups: `feature_group_count`, the number of groups of channels, each with its own features.
       batches: `batch_group_count`, the number of groups of the batch, each with its own features.
+      is_slow: whether XLA's CPU backend takes longer than a product with copied patches, outside of loops.
     """
 
     def __init__(self, eqn: JaxprEqn) -> None:
@@ -47,9 +48,26 @@ class Convolution:
         self.batches: int = params["batch_group_count"]
         self.strides, self.padding = params["window_strides"], params["padding"]
         self.spread, self.dilation = params["lhs_dilation"], params["rhs_dilation"]
+        # In the gradient of weights, the axes of the batch are the channels, and the window is an image.
+        of_weights = self.positions > self.results
+        channels = self.number if of_weights else rhs_shape[self.inputs]
+        self.is_slow = self._is_slow(of_weights, channels, rhs_shape[self.features])
         # Partial results are added in at least 32 bits, as in XLA.
         wide = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
         self._settings = {"precision": params["precision"], "preferred_element_type": wide}
+
+    def _is_slow(self, of_weights: bool, channels: int, features: int) -> bool:
+        """Return whether XLA is slow: with few channels, groups or three spatial axes, and for weights of one position.
+
+        With 16 channels or more, XLA's kernels reach 50 to 110 GFLOP/s on two cores, which products with copied patches
+        do not; with fewer they reach 1 to 30. Gradients of weights of one position reach 3 to 16, as products twice to
+        four times as much. Within networks the transposes around a product count too (benchmarks/program.md).
+        """
+        if self.groups > 1 or self.batches > 1 or len(self.places) > 2:
+            return True
+        if min(self.positions, self.results) == 1:  # XLA computes the forward pass as a product already
+            return of_weights
+        return (min(channels, features) < 8 and max(channels, features) <= 16) or (channels == 3 and features <= 32)
 
     def product(self, left: jax.Array, right: jax.Array, over: Any, along: Any = ((), ())) -> jax.Array:
         """Return the product of two arrays, contracted over the axes `over` and batched along the axes `along`."""

@@ -12,7 +12,12 @@ from typing import Any, Generic, TypeVar
 import jax
 import jax.numpy as jnp
 
-from .._convolutions.as_products import largest_copies, products_unless_differentiated
+from .._convolutions.as_products import (
+    largest_copies,
+    products_unless_differentiated,
+    run_everywhere,
+    run_outside_loops,
+)
 from .._core.arguments import check_count
 from .._core.memory import check_budget, chunk_within
 from .._core.target import platform
@@ -124,13 +129,10 @@ class Chunks:
         program = of.program  # traced with the user's setting of dtype promotion, unlike our sums
         if program.refusal or jax.device_count() > 1 or not 0 < largest_copies(program.closed.jaxpr) < math.inf:
             return choice
-        products = choice.examples < of.size
         if self._sums and not given:
             found = [cost for cost in costs(program, of.size, of.size) if cost.method == choice.method]
-            best = min(cost for cost in found if cost.examples <= choice.examples)
-            choice, products = choice._replace(examples=best.examples), best.products
-        why = f"{choice.why}; convolutions as matrix products" if products else choice.why
-        return choice._replace(products=products or self._pairs, why=why)  # for pairs, the other batch may need a loop
+            choice = choice._replace(examples=min(x for x in found if x.examples <= choice.examples).examples)
+        return choice._replace(products=True, why=f"{choice.why}; convolutions as matrix products")
 
     def _most(self, of: PerExample) -> int:
         """Return how many examples to compute at a time by default."""
@@ -172,7 +174,8 @@ def in_chunks(
         convolutions are computed as matrix products.
     """
     size, chunk = len(examples[0]), max(1, route.examples)
-    compute = products_unless_differentiated(compute) if route.products else compute
+    run = run_everywhere if chunk < size else run_outside_loops
+    compute = products_unless_differentiated(compute, run) if route.products else compute
     if chunk >= size:
         return compute(list(examples))
     whole = size // chunk * chunk

@@ -19,14 +19,14 @@ R = TypeVar("R")
 
 
 def convolutions_as_products(fun: Callable[P, R]) -> Callable[P, R]:
-    """Compute the convolutions of `fun`, usually a gradient, as matrix products, and pooling as slices.
+    """Compute convolutions of `fun`, usually a gradient, as matrix products, and pooling as slices.
 
-    XLA's CPU backend is slow at the gradients of convolutions and of pooling, and at convolutions inside a loop or with
-    mapped weights, but fast at large matrix products. On other platforms `fun` stays as it is, since their convolutions
-    are fast.
+    XLA's CPU backend is slow at convolutions with few channels or with groups, at those inside a loop or with mapped
+    weights, and at the gradients of pooling, but fast at large matrix products. These are rewritten. All other
+    convolutions stay, and on other platforms `fun` stays as it is, since their convolutions are fast.
 
-    Wrap the gradient, not the loss: `jax.jit(convolutions_as_products(value_and_grad(loss)))`. `Trainer` does the same
-    by itself where it is faster.
+    Wrap the gradient, not the loss: `jax.jit(convolutions_as_products(value_and_grad(loss)))`. Wrap a loop or a `vmap`
+    over weights too, since what is around `fun` is not seen. `Trainer` does the same by itself where it is faster.
 
     Args:
       fun: a function of arrays, pytrees and modules, that returns arrays and numbers in pytrees. State of modules that
@@ -34,7 +34,7 @@ def convolutions_as_products(fun: Callable[P, R]) -> Callable[P, R]:
 
     Returns:
       A function of the same arguments, to be called under `jax.jit` (`nnx.jit` if a module has state). Results are
-      equal to rounding. A convolution whose window and whose result both have more than 64 positions stays one.
+      equal to rounding. A convolution whose window and whose result both have more than 64 positions always stays one.
 
     Raises:
       TypeError: `fun` is not callable; the result is differentiated (custom derivative rules are no longer in the

@@ -52,6 +52,30 @@ def test_equals_single_steps(request, create, cross_entropy, make_batches, asser
     assert int(found.step) == 11
 
 
+@pytest.mark.parametrize("strategy", ["vmap", "map", "loop"])
+def test_convolutions_on_a_cpu_take_a_program_for_each_step(strategy, assert_same):
+    """There XLA is slow at convolutions in a loop, thus several steps take several times as long in one program."""
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.conv = nnx.Conv(2, 3, (3, 2), rngs=rngs)
+
+        def __call__(self, x):
+            return nnx.max_pool(self.conv(x), (2, 2), (2, 2)).mean((1, 2))
+
+    trainer = Trainer(lambda model, x: jnp.mean((model(x) - 1) ** 2), optax.adam(0.1), strategy=strategy)
+    ens = Ensemble.create(Net, 3, seed=0)
+    batches = [np.asarray(jax.random.normal(jax.random.key(i), (4, 6, 5, 2))) for i in range(7)]
+    expected, rows = fit(trainer, ens, batches)
+    found, history = fit(trainer, ens, batches, steps_per_call=3)
+    assert_same(found, expected, tolerance=0)
+    assert losses(history) == losses(rows)
+    start = trainer.init(ens)
+    kept = start.ensemble(batches[0])
+    trainer.fit(start, batches, steps_per_call=3, progress=False)  # which leaves its first state usable
+    np.testing.assert_array_equal(start.ensemble(batches[0]), kept)
+
+
 def test_takes_that_many_steps_in_a_call(plain, create, cross_entropy, make_batches, monkeypatch):
     trainer = Trainer(cross_entropy, optax.sgd(0.1), strategy="vmap")
     advance, counts = trainer._stepper.advance, []

@@ -13,10 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
-from plurax.transforms._convolutions.as_products import convolutions_as_products, has_convolution
+from plurax.transforms._convolutions import as_products
+from plurax.transforms._convolutions.as_products import has_convolution
 from plurax.transforms._convolutions.in_scans import with_scannable_gradients
 
 pytestmark = pytest.mark.smoke
+
+
+convolutions_as_products = partial(as_products.convolutions_as_products, everywhere=True)
 
 
 def normal(seed: int, shape: tuple[int, ...], dtype: Any = np.float32) -> jax.Array:
@@ -220,6 +224,29 @@ class Test_programs:
             return z.sum((0, 2)), z.max(3), moved, jnp.argmax(z, axis=1), z.reshape(len(z), -1), z[:, 1:, ::2], y.mean()
 
         assert_same(fun, normal(0, (2, 5, 7, 3)), normal(1, (3, 3, 3, 4)))
+
+    def test_the_axis_order_is_kept_where_axes_of_size_one_come_and_go(self) -> None:
+        """A mapped loss has an axis of size one at each convolution, and none at the pooling."""
+
+        def fun(x: jax.Array, w: jax.Array) -> jax.Array:
+            numbers = ("NHWC", "HWIO", "NHWC")
+            for _ in range(2):
+                y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
+                x = nnx.avg_pool(jnp.tanh(y), (2, 1), (2, 1))
+            return x
+
+        def mapped(x: jax.Array, w: jax.Array) -> jax.Array:
+            of_one = lambda x: fun(x[None], w).squeeze(0)
+            return jax.vmap(lambda x: jnp.squeeze(of_one(x[0])[None], 0))(x[:, None])
+
+        args = normal(0, (4, 8, 5, 3)), normal(1, (3, 2, 3, 3))
+        assert_same(mapped, *args)
+
+        def transposes(fun: Callable[..., Any]) -> int:
+            equations = jax.make_jaxpr(convolutions_as_products(fun))(*args).jaxpr.eqns
+            return sum(eqn.primitive.name == "transpose" and eqn.outvars[0].aval.size > 60 for eqn in equations)
+
+        assert transposes(mapped) == transposes(fun)
 
     def test_inside_loops_and_branches(self) -> None:
         def conv(x: jax.Array, w: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
-from ..._convolutions.as_products import products_unless_differentiated
+from ..._convolutions.as_products import products_unless_differentiated, run_everywhere, run_outside_loops
 from ..._core.arguments import Argnums, check_count, check_number, describe, is_int, wrap_like
 from ..._core.memory import check_budget
 from ..._core.target import platform
@@ -299,7 +299,8 @@ def clipped_grad(
         start = jax.tree.map(
             lambda x: jnp.zeros(x.shape, wide(x.dtype, dtype) if grid_scale is None else jnp.int64), sums
         )
-        of_group = products_unless_differentiated(of_some) if choice.products else of_some
+        run = run_everywhere if choice.examples < of.size else run_outside_loops  # groups are computed in a loop
+        of_group = products_unless_differentiated(of_some, run) if choice.products else of_some
         total, each = in_groups(of_group, of.examples, padding, choice.examples, start)
 
         # Round to the requested dtype only here, once.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -20,6 +20,9 @@ from jax import lax
 from ..._core.jaxpr import aval, evaluate
 from .gradient_forms import Dense, GradientForm, OuterProduct, RowSparse
 from .parameter_uses import ParameterUse
+
+# Windows are stacked along their last axis up to this size: the input is copied as often.
+_MOST_STACKED = 8
 
 
 def forms_at(
@@ -118,10 +121,11 @@ def _dimensions(use: ParameterUse) -> list[tuple[Any, Any]]:
 def _convolution(
     use: ParameterUse, operand: jax.Array, values: list[Any], cotangents: list[jax.Array], *, factors: bool = False
 ) -> GradientForm | None:
-    """Handle the kernel of a `conv_general_dilated`: for each kernel element, a product over output positions.
+    """Handle the kernel of a `conv_general_dilated`: products over output positions.
 
-    The inputs that are multiplied by one kernel element are a strided slice of the input. If there are few positions,
-    all slices are concatenated to one factor; otherwise each slice computes its part of the gradient separately.
+    The inputs that are multiplied by one kernel element are a strided slice of the input. The slices along the last
+    axis of the window are stacked, which gives one product for each place along the other axes. If there are few
+    positions, all slices are one factor instead.
     """
     params = use.eqn.params
     if params["batch_group_count"] != 1:
@@ -132,25 +136,31 @@ def _convolution(
     outputs, inputs = shape[numbers.rhs_spec[0]] // groups, shape[numbers.rhs_spec[1]]
     value, cotangent = _loops_in_order(use, values[0]), _loops_in_order(use, cotangents[0])
 
-    # (batch, stack, iterations, samples, *space, channels): with channels last, it reshapes to (positions, channels).
-    def channels_last(x: jax.Array, spec: tuple[int, ...]) -> jax.Array:
-        return x.transpose(*range(3), *(axis + 3 for axis in (spec[0], *spec[2:], spec[1])))
+    # (batch, stack, groups, channels, iterations, samples, *space): with positions last, a product needs no transpose.
+    def channels_first(x: jax.Array, spec: tuple[int, ...]) -> jax.Array:
+        samples, channels, *space = (axis + 3 for axis in spec)
+        x = x.transpose(0, 1, channels, 2, samples, *space)
+        return x.reshape(*x.shape[:2], groups, x.shape[2] // groups, *x.shape[3:])
 
-    value, cotangent = channels_last(value, numbers.lhs_spec), channels_last(cotangent, numbers.out_spec)
-    stack, space, strides = cotangent.shape[1], cotangent.shape[4:-1], params["window_strides"]
+    value, cotangent = channels_first(value, numbers.lhs_spec), channels_first(cotangent, numbers.out_spec)
+    stack, space, strides = cotangent.shape[1], cotangent.shape[6:], params["window_strides"]
     # `lhs_dilation` inserts zeros between the inputs, which is interior padding in `lax.pad`.
     padding = [(low, high, gap - 1) for (low, high), gap in zip(params["padding"], params["lhs_dilation"], strict=True)]
-    padded = lax.pad(value, jnp.zeros((), value.dtype), [(0, 0, 0)] * 4 + padding + [(0, 0, 0)])
-    right = _by_group(cotangent, groups)
+    padded = lax.pad(value, jnp.zeros((), value.dtype), [(0, 0, 0)] * 6 + padding)
 
-    def at(place: tuple[int, ...]) -> jax.Array:
-        """Slice the inputs of one kernel element: output t uses input t * stride + place * dilation."""
-        start = [i * dilation for i, dilation in zip(place, params["rhs_dilation"], strict=True)]
-        stop = [first + stride * (size - 1) + 1 for first, stride, size in zip(start, strides, space, strict=True)]
-        begin, end = [0] * 4 + start + [0], [*padded.shape[:4], *stop, padded.shape[-1]]
-        return _by_group(lax.slice(padded, begin, end, [1] * 4 + list(strides) + [1]), groups)
+    def at(x: jax.Array, place: int, i: int) -> jax.Array:
+        """Slice the inputs of a place along window axis `i`: output t uses input t * stride + place * dilation."""
+        begin, last = place * params["rhs_dilation"][i], strides[i] * (space[i] - 1)
+        return lax.slice_in_dim(x, begin, begin + last + 1, strides[i], axis=i - len(space))
 
-    slices = [at(place) for place in np.ndindex(*places)]
+    others, copied = (places[:-1], places[-1:]) if places and places[-1] <= _MOST_STACKED else (places, [])
+    rows = jnp.stack([at(padded, k, len(others)) for k in range(*copied)] if copied else [padded], axis=3)
+    slices = [reduce(lambda x, of: at(x, of[1], of[0]), enumerate(place), rows) for place in np.ndindex(*others)]
+
+    def by_group(x: jax.Array, factors: int) -> jax.Array:
+        return x.reshape(len(x), stack * groups, factors, math.prod(x.shape[-len(space) - 2 :]))
+
+    lefts, right = [by_group(x, math.prod(copied) * inputs) for x in slices], by_group(cotangent, outputs)
 
     def restore(gradient: jax.Array) -> jax.Array:
         """Reshape a gradient of shape (stack * groups, places * inputs, outputs) to the shape of the operand."""
@@ -161,24 +171,18 @@ def _convolution(
         back = (numbers.rhs_spec.index(axis) + 1 for axis in range(len(shape)))
         return arranged.transpose(0, *back).reshape(operand.shape)
 
-    positions, p = right.shape[2], len(slices) * inputs
+    positions, p = right.shape[3], inputs * math.prod(places)
     if factors or positions * (p + outputs) < p * outputs:  # both factors are smaller than the gradient
-        return OuterProduct(jnp.concatenate(slices, axis=-1), right, restore, None)
-    parts = [_sum_over_positions(left, right) for left in slices]
+        return OuterProduct(jnp.concatenate(lefts, axis=2).swapaxes(2, 3), right.swapaxes(2, 3), restore, None)
+    parts = [_sum_over_positions(left, right) for left in lefts]
     return Dense(jax.vmap(restore)(jnp.concatenate(parts, axis=2)))
 
 
-def _by_group(x: jax.Array, groups: int) -> jax.Array:
-    """Reshape (batch, stack, iterations, ..., groups * channels) to (batch, stack * groups, positions, channels)."""
-    (batch, stack), channels = x.shape[:2], x.shape[-1] // groups
-    return x.reshape(batch, stack, -1, groups, channels).swapaxes(2, 3).reshape(batch, stack * groups, -1, channels)
-
-
 def _sum_over_positions(left: jax.Array, right: jax.Array) -> jax.Array:
-    """Return AᵀG of each example and group: shape (batch, stack, p, d)."""
-    if left.shape[-1] == right.shape[-1] == 1:  # depthwise: an elementwise product suffices
-        return (left * right).sum(2, keepdims=True)
-    return jnp.einsum("bstp,bstd->bspd", left, right)
+    """Return AGᵀ of each example and group: shape (batch, stack, p, d)."""
+    if right.shape[2] == 1:  # depthwise: an elementwise product suffices
+        return (left * right).sum(3, keepdims=True)
+    return jnp.einsum("bspt,bsdt->bspd", left, right)
 
 
 def _gather(

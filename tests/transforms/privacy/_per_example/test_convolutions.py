@@ -93,13 +93,15 @@ def test_a_window_and_a_result_of_many_positions_are_left_to_xla():
     assert convolutions(of, kernel, x) > 0
 
 
-def test_without_groups_of_channels_only_groups_of_examples_take_products():
+def test_with_many_channels_only_groups_of_examples_take_products():
     def loss(kernel, x):
         return jnp.sum(convolve(x, kernel, 1) ** 2)
 
-    kernel = generator.normal(size=(3, 3, 2, 4)).astype(np.float32)
-    assert convolutions(clipped_grad(loss, l2_clip_norm=1.0), kernel, X) > 0
-    assert convolutions(clipped_grad(loss, l2_clip_norm=1.0, microbatch_size=3), kernel, X) == 0
+    few, many = (generator.normal(size=(3, 3, n, n + 4)).astype(np.float32) for n in (2, 20))
+    wide = np.repeat(X, 10, axis=-1)
+    assert convolutions(clipped_grad(loss, l2_clip_norm=1.0), few, X) == 0
+    assert convolutions(clipped_grad(loss, l2_clip_norm=1.0), many, wide) > 0
+    assert convolutions(clipped_grad(loss, l2_clip_norm=1.0, microbatch_size=3), many, wide) == 0
 
 
 @pytest.mark.slow

@@ -35,10 +35,9 @@ _SMALL, _SMALL_START, _START = 65_536, 25_000, 100_000
 _CACHE, _CACHE_OF_GRADIENTS, _CACHE_OF_PRODUCTS = 16 * 2**20, 10 * 2**20, 8 * 2**20  # bytes
 # Products of a forward and a backward pass, for each product of the forward pass.
 _PRODUCTS = 3
-# What XLA's convolutions take in addition to the time of an equal product, in operations in the time of one byte: two
-# operations for each element of a result and position of the window, in one or two or in three spatial dimensions, and
-# with groups of channels for each channel too.
-_AT_WINDOWS, _AT_WINDOWS_IN_3D, _WITH_GROUPS = 1.4, 0.33, 0.1
+# What XLA's convolutions take in addition to the time of an equal product: in the time of one byte, so many operations,
+# two for each element of a result and position of the window.
+_AT_WINDOWS = 1.4
 
 
 class Cost(NamedTuple):
@@ -74,7 +73,7 @@ def costs(program: ExampleProgram, batch: int, most: int) -> list[Cost]:
     ways, reads = [(False, 0.0, 0.0, 1)], 1.0
     if 0 < copies < math.inf:
         by_xla, copying, share = _of_convolutions(program.closed.jaxpr)
-        ways = [(True, copies, copying, 1), (False, 0.0, by_xla, batch)]
+        ways = [(True, copies, copying, 1), (True, 0.0, by_xla, batch)]
         reads = 1 + (_PRODUCTS - 1) * share
     found = []
     for size, (products, copied, slower, least) in itertools.product(range(1, most + 1), ways):
@@ -143,14 +142,11 @@ def _of_convolutions(jaxpr: Jaxpr) -> tuple[float, float, float]:
     for eqn, iterations in _unrolled(jaxpr):
         if eqn.primitive.name == "conv_general_dilated":
             of = Convolution(eqn)
-            channels = aval(eqn.invars[1]).shape[of.inputs]
             operations = iterations * 2.0 * math.prod(of.shape) * of.positions
-            if of.groups > 1 or of.batches > 1:
-                by_xla += _PRODUCTS * operations * channels / _WITH_GROUPS
-            else:
-                by_xla += _PRODUCTS * operations / (_AT_WINDOWS if len(of.places) < 3 else _AT_WINDOWS_IN_3D)
             copied = iterations * of.number * of.positions * min(of.patches, of.parts)
-            copying += _PRODUCTS * copied * aval(eqn.outvars[0]).dtype.itemsize
+            copies = _PRODUCTS * copied * aval(eqn.outvars[0]).dtype.itemsize
+            copying += copies
+            by_xla += copies if of.is_slow else _PRODUCTS * operations / _AT_WINDOWS
     return by_xla, copying, _operations(jaxpr, convolved=True) / max(1.0, _operations(jaxpr))
 
 
