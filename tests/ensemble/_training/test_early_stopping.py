@@ -283,11 +283,16 @@ class Test_best_parameters_at_every_end:
         np.testing.assert_array_equal(state.standing.stopped, [2, 0, 2])
 
     def test_ctrl_c(self, start, calm, assert_same):
+        def interrupting():
+            """Interrupt where a batch is read, since callbacks see a step some steps later."""
+            for i, batch in enumerate(batches(16)):
+                if i == 8:
+                    os.kill(os.getpid(), signal.SIGINT)
+                yield batch
+
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
-            # When a batch is read, since callbacks see a step some steps later.
-            given = (os.kill(os.getpid(), signal.SIGINT) or x if i == 8 else x for i, x in enumerate(batches(16)))
-            state, _ = self.fit(start, given, steps=16)
+            state, _ = self.fit(start, interrupting(), steps=16)
         finally:
             signal.signal(signal.SIGINT, before)
         assert 6 <= int(state.step) < 12
