@@ -1,4 +1,4 @@
-"""Small convolutional networks of several kinds, for `privacy.py`."""
+"""Small convolutional networks of several kinds, for `convolutions.py`."""
 
 from __future__ import annotations
 

@@ -17,12 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _measure import Report, Tables, arguments, claim, interleaved, peer, quickest, ratio
-from _networks import NETWORKS, network
+from _measure import Report, Tables, arguments, claim, interleaved, peer, ratio
 from jax import lax
 
 from plurax.transforms import clipped_grad
-from plurax.transforms.program import convolutions_as_products
 
 jax_privacy, torch, _opacus = peer("jax_privacy"), None, None
 if peer("opacus") is not None:
@@ -31,8 +29,7 @@ if peer("opacus") is not None:
 
 MIB = 2**20
 CLIP = 1.0
-ORDINARY, PRODUCTS = "ordinary gradient", "ordinary gradient, convolutions as products"
-BY_VMAP, OF_TORCH = "by hand: vmap of grad", "torch, ordinary gradient"
+ORDINARY, BY_VMAP, OF_TORCH = "ordinary gradient", "by hand: vmap of grad", "torch, ordinary gradient"
 OURS = 'clipped_grad, "auto"'
 
 
@@ -345,32 +342,6 @@ def measure(job: Job, rounds: int, seconds: float, few: bool) -> Tables:
     return rows, [claim(times, OURS, others)]
 
 
-def measure_networks(rounds: int, seconds: float, smoke: bool) -> Tables:
-    """Return a row for each network: its clipped gradient beside the quicker one of two ordinary gradients."""
-    rows = []
-    for name in list(NETWORKS)[: 1 if smoke else None]:
-        job = Job(*network(name, 2 if smoke else None), "")
-        args = job.params, job.x, job.y
-        ways = {
-            ORDINARY: compiled(jax.grad(job.loss), *args),
-            PRODUCTS: compiled(convolutions_as_products(jax.grad(job.loss)), *args),
-            OURS: compiled(clipped_grad(job.loss, l2_clip_norm=CLIP, batch_argnums=(1, 2)), *args),
-        }
-        if not agree(ways[OURS].call(), compiled(by_vmap(job), *args).call(), 1e-3):
-            raise RuntimeError(f"{name}: the result differs from the sum by hand")
-        times = interleaved({name: way.call for name, way in ways.items()}, rounds=rounds, seconds=seconds)
-        rows.append(
-            {
-                "network": name,
-                "ordinary gradient (ms)": times[ORDINARY]["ms"],
-                "with products / ordinary": ratio(times, PRODUCTS, ORDINARY),
-                "clipped / ordinary": ratio(times, OURS, ORDINARY),
-                "clipped / the quicker": ratio(times, OURS, quickest(times, (ORDINARY, PRODUCTS))),
-            }
-        )
-    return rows, []
-
-
 def jobs(smoke: bool) -> dict[str, Job]:
     generator = np.random.default_rng(0)
     if smoke:
@@ -401,7 +372,6 @@ def main() -> None:
     sizes = (2, 0.001) if smoke else (5, 0.1)
     report.measure(
         {title: partial(measure, job, *sizes, smoke and job.twin != "mlp") for title, job in jobs(smoke).items()}
-        | {"Convolutional networks": partial(measure_networks, *sizes, smoke)}
     )
 
 

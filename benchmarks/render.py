@@ -23,6 +23,7 @@ SCRIPTS = (
     "program",
     "compile",
     "privacy",
+    "convolutions",
     "gradient_statistics",
     "curvature",
     "dpsgd",

@@ -21,8 +21,8 @@ from ..._core.jaxpr import aval, evaluate
 from .gradient_forms import Dense, GradientForm, OuterProduct, RowSparse
 from .parameter_uses import ParameterUse
 
-# Windows are stacked along their last axis up to this size: the input is copied as often.
-_MOST_STACKED = 8
+# The input is copied at most so often, or more often for few channels, up to so many numbers for each position.
+_MOST_COPIES, _MOST_COPIES_OF_FEW, _FEW = 8, 32, 128
 
 
 def forms_at(
@@ -124,8 +124,8 @@ def _convolution(
     """Handle the kernel of a `conv_general_dilated`: products over output positions.
 
     The inputs that are multiplied by one kernel element are a strided slice of the input. The slices along the last
-    axis of the window are stacked, which gives one product for each place along the other axes. If there are few
-    positions, all slices are one factor instead.
+    axes of the window are stacked, which gives one product for each place along the others. If there are few positions,
+    all slices are one factor instead.
     """
     params = use.eqn.params
     if params["batch_group_count"] != 1:
@@ -153,14 +153,16 @@ def _convolution(
         begin, last = place * params["rhs_dilation"][i], strides[i] * (space[i] - 1)
         return lax.slice_in_dim(x, begin, begin + last + 1, strides[i], axis=i - len(space))
 
-    others, copied = (places[:-1], places[-1:]) if places and places[-1] <= _MOST_STACKED else (places, [])
-    rows = jnp.stack([at(padded, k, len(others)) for k in range(*copied)] if copied else [padded], axis=3)
+    others, rows = list(places), jnp.expand_dims(padded, 3)
+    while others and _is_copied(math.prod(places[len(others) - 1 :]), inputs, outputs):
+        count, axis = others.pop(), len(others)
+        rows = jnp.concatenate([at(rows, k, axis) for k in range(count)], axis=3)
     slices = [reduce(lambda x, of: at(x, of[1], of[0]), enumerate(place), rows) for place in np.ndindex(*others)]
 
     def by_group(x: jax.Array, factors: int) -> jax.Array:
         return x.reshape(len(x), stack * groups, factors, math.prod(x.shape[-len(space) - 2 :]))
 
-    lefts, right = [by_group(x, math.prod(copied) * inputs) for x in slices], by_group(cotangent, outputs)
+    lefts, right = [by_group(x, math.prod(x.shape[3:5])) for x in slices], by_group(cotangent, outputs)
 
     def restore(gradient: jax.Array) -> jax.Array:
         """Reshape a gradient of shape (stack * groups, places * inputs, outputs) to the shape of the operand."""
@@ -176,6 +178,12 @@ def _convolution(
         return OuterProduct(jnp.concatenate(lefts, axis=2).swapaxes(2, 3), right.swapaxes(2, 3), restore, None)
     parts = [_sum_over_positions(left, right) for left in lefts]
     return Dense(jax.vmap(restore)(jnp.concatenate(parts, axis=2)))
+
+
+def _is_copied(copies: int, inputs: int, outputs: int) -> bool:
+    """Return whether to copy an input so often, for one product in place of as many."""
+    few = copies <= _MOST_COPIES_OF_FEW and copies * inputs <= _FEW and outputs > 1
+    return copies <= _MOST_COPIES or few
 
 
 def _sum_over_positions(left: jax.Array, right: jax.Array) -> jax.Array:

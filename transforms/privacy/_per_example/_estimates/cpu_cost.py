@@ -32,7 +32,7 @@ from ..rules import norm_cost
 _OPERATIONS_PER_BYTE = 8.0  # floating-point operations in the time of one byte of memory
 # An operation on fewer than `_SMALL` bytes takes the time of `_SMALL_START` bytes to start, any other that of `_START`.
 _SMALL, _SMALL_START, _START = 65_536, 25_000, 100_000
-_CACHE, _CACHE_OF_GRADIENTS, _CACHE_OF_PRODUCTS = 16 * 2**20, 10 * 2**20, 8 * 2**20  # bytes
+_CACHE, _CACHE_OF_GRADIENTS, _CACHE_OF_CONVOLUTIONS = 16 * 2**20, 10 * 2**20, 8 * 2**20  # bytes
 # Products of a forward and a backward pass, for each product of the forward pass.
 _PRODUCTS = 3
 # What XLA's convolutions take in addition to the time of an equal product: in the time of one byte, so many operations,
@@ -69,20 +69,22 @@ def costs(program: ExampleProgram, batch: int, most: int) -> list[Cost]:
     norms = sum(_bytes(use, program.parameters) for use in program.uses)
     again = _PRODUCTS * _operations(program.closed.jaxpr) / _OPERATIONS_PER_BYTE
     copies = largest_copies(program.closed.jaxpr)
-    # Whether convolutions are products, the bytes of their copies, the additional cost, and the smallest group.
-    ways, reads = [(False, 0.0, 0.0, 1)], 1.0
-    if 0 < copies < math.inf:
-        by_xla, copying, share = _of_convolutions(program.closed.jaxpr)
-        ways = [(True, copies, copying, 1), (True, 0.0, by_xla, batch)]
+    # The bytes of copies for products, the additional cost of convolutions, and the smallest and largest group: a loop
+    # over groups rewrites all convolutions, the whole batch those at which XLA is slow.
+    ways, reads, products = [(0.0, 0.0, 1, batch)], 1.0, 0 < copies < math.inf
+    if products:
+        by_xla, copying, copies_of_slow, share = _of_convolutions(program.closed.jaxpr)
+        ways = [(copies, copying, 1, batch - 1), (copies_of_slow, by_xla, batch, batch)]
         reads = 1 + (_PRODUCTS - 1) * share
     found = []
-    for size, (products, copied, slower, least) in itertools.product(range(1, most + 1), ways):
-        if most % size or size < least:
+    for size, (copied, slower, *sizes) in itertools.product(range(1, most + 1), ways):
+        if most % size or not sizes[0] <= size <= sizes[1]:
             continue
         starts, between = _starts_and_results(program.closed.jaxpr, size)
         # Residuals between the passes are written and read, unless those of a group fit into the cache. Each product of
         # a convolution pads or copies its image anew.
-        fits = size * (between + copied) <= (_CACHE_OF_PRODUCTS if products else _CACHE)
+        whole = products and size == batch
+        fits = size * (between + copied) <= (_CACHE_OF_CONVOLUTIONS if whole else _CACHE)
         spilled = 0.0 if fits else 2 * batch * (between + copied) * reads
         # Each group reads the sum, writes it, and writes its own part of it.
         groups = batch // size * (3 * held + starts) if size < batch else 0
@@ -136,18 +138,22 @@ def _operations(jaxpr: Jaxpr, convolved: bool = False) -> float:
     return total
 
 
-def _of_convolutions(jaxpr: Jaxpr) -> tuple[float, float, float]:
-    """Return the cost of one example's convolutions by XLA, and as products, and their share of all operations."""
-    by_xla = copying = 0.0
+def _of_convolutions(jaxpr: Jaxpr) -> tuple[float, float, float, float]:
+    """Return what one example's convolutions cost.
+
+    These are the cost where only those are products at which XLA is slow, the cost where all are, the most bytes that
+    one of the former copies, and the share of convolutions in all operations.
+    """
+    by_xla = copying = most = 0.0
     for eqn, iterations in _unrolled(jaxpr):
         if eqn.primitive.name == "conv_general_dilated":
             of = Convolution(eqn)
             operations = iterations * 2.0 * math.prod(of.shape) * of.positions
-            copied = iterations * of.number * of.positions * min(of.patches, of.parts)
-            copies = _PRODUCTS * copied * aval(eqn.outvars[0]).dtype.itemsize
-            copying += copies
-            by_xla += copies if of.is_slow else _PRODUCTS * operations / _AT_WINDOWS
-    return by_xla, copying, _operations(jaxpr, convolved=True) / max(1.0, _operations(jaxpr))
+            copied = of.number * of.positions * min(of.patches, of.parts) * aval(eqn.outvars[0]).dtype.itemsize
+            copying += _PRODUCTS * iterations * copied
+            by_xla += _PRODUCTS * (iterations * copied if of.is_slow else operations / _AT_WINDOWS)
+            most = max(most, copied) if of.is_slow else most
+    return by_xla, copying, most, _operations(jaxpr, convolved=True) / max(1.0, _operations(jaxpr))
 
 
 def _unrolled(jaxpr: Jaxpr) -> Iterator[tuple[JaxprEqn, int]]:
