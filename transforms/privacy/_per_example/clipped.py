@@ -206,10 +206,10 @@ def clipped_grad(
     Cost:
       "auto": 0.4 to 1.2 times the time of `jax.grad` of the batch, and 0.06 to 2.5 times its memory, for the networks
       of `benchmarks/privacy.py` on a CPU; for convolutional ones 0.1 to 1.8 times, and 0.9 to 1.8 times that of the
-      quickest ordinary gradient (`benchmarks/convolutions.md`). "ghost": two gradients; the memory of one and of a copy of the examples. Parameters
-      that several operations use, or one in a loop, keep activations and cotangents there. "vmap": memory for batch
-      times parameters. Every method needs that memory for parameters that the loss also decays, or normalizes before
-      their use. Leave weight decay to the optimizer.
+      quickest ordinary gradient (`benchmarks/convolutions.md`). "ghost": two gradients; the memory of one and of a copy
+      of the examples. Parameters that several operations use, or one in a loop, keep activations and cotangents there.
+      "vmap": memory for batch times parameters. Every method needs that memory for parameters that the loss also
+      decays, or normalizes before their use. Leave weight decay to the optimizer.
 
     Rounding:
       A sample is clipped by an upper bound on its norm that includes rounding errors, so that the clipping bound also
