@@ -138,7 +138,7 @@ def three_dimensional() -> nnx.Module:
     return Chain(conv(1, 8, 3, 3), nnx.relu, half, conv(8, 16, 3, 3), nnx.relu, half, flat, dense(512))
 
 
-# The last three were added when the rule was final.
+# The last three were added when the rule of which convolutions become products was final.
 NETWORKS: dict[str, tuple[Callable[[], nnx.Module], tuple[int, ...]]] = {
     "two convolutions, max pooling": (lambda: two_convolutions(pooled(nnx.max_pool)), (64, 16, 16, 3)),
     "two convolutions, average pooling": (lambda: two_convolutions(pooled(nnx.avg_pool)), (64, 16, 16, 3)),

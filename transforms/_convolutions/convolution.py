@@ -61,7 +61,7 @@ class Convolution:
 
         With 16 channels or more, XLA's kernels reach 50 to 110 GFLOP/s on two cores, which products with copied patches
         do not; with fewer they reach 1 to 30. Gradients of weights of one position reach 3 to 16, as products twice to
-        four times as much. Within networks the transposes around a product count too (benchmarks/program.md).
+        four times as much. Within networks the transposes around a product count too (benchmarks/convolutions.md).
         """
         if self.groups > 1 or self.batches > 1 or len(self.places) > 2:
             return True

@@ -56,6 +56,15 @@ class Cost(NamedTuple):
     products: bool
 
 
+class _Way(NamedTuple):
+    """A way to compute convolutions: the bytes of its copies, its cost for one example, and the sizes of groups."""
+
+    copied: float
+    slower: float
+    smallest: int
+    largest: int
+
+
 def costs(program: ExampleProgram, batch: int, most: int) -> list[Cost]:
     """Return the cost of every method and number of examples at a time.
 
@@ -69,16 +78,15 @@ def costs(program: ExampleProgram, batch: int, most: int) -> list[Cost]:
     norms = sum(_bytes(use, program.parameters) for use in program.uses)
     again = _PRODUCTS * _operations(program.closed.jaxpr) / _OPERATIONS_PER_BYTE
     copies = largest_copies(program.closed.jaxpr)
-    # The bytes of copies for products, the additional cost of convolutions, and the smallest and largest group: a loop
-    # over groups rewrites all convolutions, the whole batch those at which XLA is slow.
-    ways, reads, products = [(0.0, 0.0, 1, batch)], 1.0, 0 < copies < math.inf
+    # A loop over groups rewrites all convolutions, the whole batch those at which XLA is slow.
+    ways, reads, products = [_Way(0.0, 0.0, 1, batch)], 1.0, 0 < copies < math.inf
     if products:
         by_xla, copying, copies_of_slow, share = _of_convolutions(program.closed.jaxpr)
-        ways = [(copies, copying, 1, batch - 1), (copies_of_slow, by_xla, batch, batch)]
+        ways = [_Way(copies, copying, 1, batch - 1), _Way(copies_of_slow, by_xla, batch, batch)]
         reads = 1 + (_PRODUCTS - 1) * share
     found = []
-    for size, (copied, slower, *sizes) in itertools.product(range(1, most + 1), ways):
-        if most % size or not sizes[0] <= size <= sizes[1]:
+    for size, (copied, slower, smallest, largest) in itertools.product(range(1, most + 1), ways):
+        if most % size or not smallest <= size <= largest:
             continue
         starts, between = _starts_and_results(program.closed.jaxpr, size)
         # Residuals between the passes are written and read, unless those of a group fit into the cache. Each product of
