@@ -74,6 +74,7 @@ SMALL = {
     "benchmarks/sparse.py": ("--smoke",),
     "benchmarks/program.py": ("--smoke",),
     "benchmarks/compile.py": ("--smoke",),
+    "benchmarks/convolutions.py": ("--smoke",),
     "benchmarks/versions.py": ("--smoke",),
 }
 

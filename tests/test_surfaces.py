@@ -58,7 +58,7 @@ PARAMETERS: dict[str, tuple[str, str | tuple[Callable[..., Any], tuple[Any, ...]
         "base_dilation padding window_dilation window_dimensions window_strides",
         "jax.lax.reduce_window sum",
     ),
-    "reshape": ("dimensions new_sizes", (lambda x: x.reshape(5, 3), (WIDE,))),
+    "reshape": ("dimensions new_sizes sharding", (lambda x: x.reshape(5, 3), (WIDE,))),
     "rev": ("dimensions", "jax.lax.rev"),
     "scan": ("jaxpr length reverse unroll", "jax.lax.scan"),
     "scatter": ("dimension_numbers mode update_jaxpr", "x.at[i].set"),
