@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, get_args
 
 import jax
@@ -16,7 +17,7 @@ from .._statistics.projection import along
 from .._statistics.statistic import Chunks, in_chunks
 from .._statistics.use_gradients import for_one_output, use_gradients
 from ..privacy._per_example.gradient_forms import wide
-from ..privacy._per_example.loss import PerExample, per_example
+from ..privacy._per_example.loss import PerExample, on_any_mesh, per_example
 from ..privacy._per_example.methods import MethodChoice
 from ._data import Structure, batches_of, factors_of_data, size_of, snapshot
 from ._inner_products import damped_products
@@ -102,6 +103,7 @@ def influence(
         api, model, loss, params, data, curvature, damping, argnums, fisher, weight_sharing, key, chunk_size, said
     )
 
+    @partial(on_any_mesh, api, loss, (2, 3))
     @jax.jit
     def directions(params: Any, factors: KroneckerFactors, x: Any, y: Any) -> list[jax.Array]:
         """Return (D + damping I)⁻¹ g for some test examples: an array for each parameter."""
@@ -114,6 +116,7 @@ def influence(
 
         return jax.vmap(solved)(of.examples)
 
+    @partial(on_any_mesh, api, loss, (2, 3))
     @jax.jit
     def products(params: Any, along_these: list[jax.Array], x: Any, y: Any) -> jax.Array:
         """Return the inner products of gradients with directions: shape (batch, directions)."""
@@ -205,6 +208,7 @@ def self_influence(
         api, model, loss, params, data, curvature, damping, argnums, fisher, weight_sharing, key, chunk_size, said
     )
 
+    @partial(on_any_mesh, api, loss, (2, 3))
     @jax.jit
     def of_batch(params: Any, factors: KroneckerFactors, x: Any, y: Any) -> jax.Array:
         """Return the products gᵀ (D + damping I)⁻¹ g of the examples of a batch."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
+import socket
 import sys
 from typing import Any
 
@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from plurax.transforms.curvature import ekfac, ggn_diagonal, influence, kfac, laplace, self_influence
 
 RNG = np.random.default_rng(0)
-X, Y, W = (jnp.asarray(RNG.normal(size=shape), jnp.float32) for shape in ((8, 3), (8, 2), (3, 2)))
+X, Y, W = (RNG.normal(size=shape).astype(np.float32) for shape in ((8, 3), (8, 2), (3, 2)))
 SIZE = len(X)
 
 
@@ -134,8 +134,17 @@ def test_the_report_says_what_was_found() -> None:
         ggn_diagonal(model, total).explain(W, X, Y)
 
 
+# Two processes with two devices each.
+
+
+def whole(x: jax.Array) -> np.ndarray:
+    """Return an array that is sharded over the devices of both processes."""
+    return np.asarray(jax.device_put(x, NamedSharding(x.sharding.mesh, PartitionSpec())))
+
+
 def on_meshes() -> None:
-    """Check that examples that are sharded over four devices are compared; called in a process that has them."""
+    """Check that examples that are sharded over all devices are compared; called in each process."""
+    alone = {name: np.asarray(CALLS[name](mean)) for name in ("influence", "self_influence")}
     for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit):
         mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
         w = jax.device_put(W, NamedSharding(mesh, PartitionSpec()))
@@ -149,14 +158,30 @@ def on_meshes() -> None:
         np.testing.assert_allclose(found.ravel(), jnp.diag(hessian(total)), rtol=1e-5)
         factors = kfac(model, total, fisher="exact", reduction="sum")(w, x, y)
         np.testing.assert_allclose(factors.dense(), hessian(total), rtol=1e-4, atol=1e-5)
+        of = influence(model, mean, w, (x, y), damping=0.5)
+        np.testing.assert_allclose(whole(of(x, y))[:2], alone["influence"], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            whole(self_influence(model, mean, w, (x, y), damping=0.5)), alone["self_influence"], rtol=1e-4
+        )
 
 
 @pytest.mark.slow
 def test_examples_on_a_mesh_are_compared() -> None:
-    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "4"}
-    ran = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
+    from ..._processes import Process  # not at the top, since the processes run this file as a script
+
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "2"}
+    started = [Process([sys.executable, __file__, str(i), port], env=environment) for i in range(2)]
+    try:
+        errors = [process.communicate(timeout=300)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], "\n".join(errors)
 
 
 if __name__ == "__main__":
+    jax.distributed.initialize(f"localhost:{sys.argv[2]}", 2, int(sys.argv[1]))
     on_meshes()
