@@ -23,7 +23,14 @@ from .._core.memory import check_budget, chunk_within
 from .._core.target import platform
 from ..privacy._per_example._estimates.cpu_cost import costs
 from ..privacy._per_example.loss import PerExample
-from ..privacy._per_example.methods import MethodChoice, first_that_traces, in_groups, on_platform, routes
+from ..privacy._per_example.methods import (
+    MethodChoice,
+    first_that_traces,
+    in_groups,
+    on_platform,
+    routes,
+    with_products,
+)
 from ..privacy._per_example.norms import ExampleGradients
 from ..privacy._per_example.report import Report, report_uses
 from ..privacy._per_example.rules import norm_cost
@@ -132,7 +139,7 @@ class Chunks:
         if self._sums and not given:
             found = [cost for cost in costs(program, of.size, of.size) if cost.method == choice.method]
             choice = choice._replace(examples=min(x for x in found if x.examples <= choice.examples).examples)
-        return choice._replace(products=True, why=f"{choice.why}; convolutions as matrix products")
+        return with_products(choice, of.size)
 
     def _most(self, of: PerExample) -> int:
         """Return how many examples to compute at a time by default."""

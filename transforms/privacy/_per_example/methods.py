@@ -111,8 +111,14 @@ def _choice_by_time(program: ExampleProgram, batch: int, most: int) -> MethodCho
     other = min(cost.traffic for cost in found if cost.method != best.method)
     instead = "with" if best.method == "book_keeping" else "without"
     why = f"estimated memory traffic {_size(best.traffic)}; {_size(other)} {instead} stored gradients"
-    why += "; convolutions as matrix products" if best.products else ""
-    return MethodChoice(best.method, best.examples, why, products=best.products)
+    choice = MethodChoice(best.method, best.examples, why)
+    return with_products(choice, batch) if best.products else choice
+
+
+def with_products(choice: MethodChoice, batch: int) -> MethodChoice:
+    """Return a choice with convolutions as matrix products: all in a loop over examples, else the slow ones."""
+    which = "convolutions" if choice.examples < batch else "convolutions that are slow on CPUs"
+    return choice._replace(products=True, why=f"{choice.why}; {which} as matrix products")
 
 
 def routes(of: PerExample, choice: MethodChoice) -> list[MethodChoice]:

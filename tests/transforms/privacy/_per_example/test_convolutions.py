@@ -78,9 +78,13 @@ def test_no_convolution_is_left_in_the_program(group):
 
 
 def test_explain_says_so():
-    report = of_loss(lambda params, x: (jnp.sum(network(params, x) ** 2), None)).explain(PARAMS, X)
+    of = of_loss(lambda params, x: (jnp.sum(network(params, x) ** 2), None))
+    report = of.explain(PARAMS, X)
     assert report.method == "book_keeping"
-    assert report.why.endswith("; convolutions as matrix products")
+    assert report.why.endswith("; convolutions that are slow on CPUs as matrix products")
+    many = of.explain(PARAMS, jnp.tile(X, (200, *[1] * (X.ndim - 1))))
+    assert many.examples < 200 * len(X)
+    assert many.why.endswith("; convolutions as matrix products")
 
 
 def test_a_window_and_a_result_of_many_positions_are_left_to_xla():
