@@ -12,6 +12,7 @@ from flax import nnx
 from .._core.arguments import check_count, check_number, describe
 from .._models.split_model import Model, dotted
 from ._layers import Rules, by_rule, check_known, check_layer_rules, selected, unknown_layers, with_rule
+from ._parameters import Frozen, frozen, thawed
 from ._places import Path, check_module, places, rule_for, with_modules
 
 _LAYERS = (nnx.Linear, nnx.Conv)
@@ -46,8 +47,8 @@ class ScaledLayer(nnx.Module):
     """A layer between scales of its inputs and outputs: s ∘ layer(r ∘ x) + b, along the last axis."""
 
     def __init__(self, layer: Any, inputs: Any, outputs: Any, bias: Any) -> None:
-        self.layer = layer
-        self.inputs, self.outputs, self.bias = (None if x is None else Adapter(x) for x in (inputs, outputs, bias))
+        self.layer, self.bias = layer, bias
+        self.inputs, self.outputs = (None if x is None else Adapter(x) for x in (inputs, outputs))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the outputs for inputs of shape (..., inputs)."""
@@ -213,6 +214,7 @@ def lora(
       A new module that computes the same as `model`. A and B are of kind `nnx.LoRAParam`, the layers' own parameters of
       kind `Base`; `freeze(model, Base)` excludes these from training. Norms and embeddings of Flax, and parameters of
       one dimension, stay as they are and train in full; `freeze(model, nnx.Not(nnx.LoRAParam))` excludes them too.
+      Frozen parameters stay frozen.
 
     Raises:
       TypeError, ValueError: as for `batch_ensemble`; a rank that is not a positive int, or a scale that is no number.
@@ -295,17 +297,24 @@ def _as_base(layer: Any, *, bias: bool = False) -> Any:
     for name in ("kernel", "bias") if bias else ("kernel",):
         parameter = getattr(layer, name)
         if parameter is not None:
-            setattr(layer, name, Base.from_metadata(parameter.get_raw_value(), parameter.get_metadata()))
+            setattr(layer, name, _as_kind(Base, parameter))
     return layer
 
 
+def _as_kind(kind: type[nnx.Param[Any]], parameter: Any) -> Any:
+    """Return a parameter as one of another kind, which is frozen if it was."""
+    was = thawed(parameter)
+    new = kind.from_metadata(was.get_raw_value(), was.get_metadata())
+    return frozen(new) if isinstance(parameter, Frozen) else new
+
+
 def _taken_bias(layer: Any) -> Any:
-    """Return the value of a layer's bias, which the layer no longer has."""
+    """Return a layer's bias, which the layer no longer has, as a parameter of an adapter."""
     if layer.bias is None:
         return None
-    value = layer.bias.get_raw_value()
+    bias = _as_kind(Adapter, layer.bias)
     layer.bias, layer.use_bias = nnx.data(None), False
-    return value
+    return bias
 
 
 def _signs(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from plurax.ensemble import Ensemble, Trainer
-from plurax.transforms.modules import Adapter, Base, batch_ensemble, freeze, lora, tabm
+from plurax.transforms.modules import Adapter, Base, Frozen, batch_ensemble, freeze, lora, tabm, unfreeze
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(5, 4)).astype(np.float32)
@@ -88,6 +88,27 @@ def test_a_layer_of_low_rank_adds_to_the_kernel() -> None:
     ens = Ensemble.stack([frozen, nnx.clone(frozen)], shared=Base)
     assert not jax.tree.leaves(ens.shared.trainable)
     assert sum(x.size for x in jax.tree.leaves(ens.shared.rest)) == 4 * 7 + 7 + 7 * 2 + 2
+
+
+@pytest.mark.parametrize(
+    "adapt",
+    [
+        lambda model: lora(model, 2, rngs=nnx.Rngs(1)),
+        lambda model: batch_ensemble(model, rngs=nnx.Rngs(1)),
+        lambda model: tabm(model, first="layers.0", head="layers.2", rngs=nnx.Rngs(1)),
+    ],
+    ids=["lora", "batch_ensemble", "tabm"],
+)
+def test_frozen_parameters_stay_frozen(adapt: Any) -> None:
+    model = mlp(nnx.Rngs(0))
+    adapted, expected = adapt(freeze(model, "layers.0")), adapt(model)
+    np.testing.assert_array_equal(adapted(X), expected(X))
+    assert sorted(x.shape for x in jax.tree.leaves(nnx.state(adapted, Frozen))) == [(4, 7), (7,)]
+    kinds = [
+        jax.tree.map(type, nnx.state(x), is_leaf=lambda x: isinstance(x, nnx.Variable))
+        for x in (unfreeze(adapted), expected)
+    ]
+    assert kinds[0] == kinds[1]
 
 
 @pytest.mark.parametrize("mini", [False, True])
