@@ -231,15 +231,17 @@ def compared(
     if count < 2:
         return LossCheck("unknown", None, None, count, "there are fewer than two examples to compare")
     drawn = np.sort(np.random.default_rng(0).choice(real, count, replace=False))
-    rows = jax.tree.map(lambda x: _replicated(x)[drawn], batch)
+    # Arrays of JAX are indexed inside the program: outside, each shape takes one of its own.
+    given = jax.tree.map(lambda x: x[drawn] if isinstance(x, np.ndarray) else _replicated(x), batch)
     # Two uneven parts, repeated to the size of the whole, so that one program evaluates all three.
     part = max(1, count // 3)
     order = np.arange(count)
     positions = np.stack([order, np.resize(order[:part], count), np.resize(order[part:], count), order])
     numbers = np.array([0, 0, 0, 1])
 
-    def program(arrays: Any, rows: Any) -> tuple[jax.Array, jax.Array]:
+    def program(arrays: Any, given: Any) -> tuple[jax.Array, jax.Array]:
         """Return the losses of single examples, and those of the batches at `positions`."""
+        rows = jax.tree.map(lambda x, of: x if isinstance(of, np.ndarray) else x[drawn], given, batch)
 
         def loss(rows: Any, number: Any) -> jax.Array:
             value = evaluate(arrays, rows, number)
@@ -255,10 +257,10 @@ def compared(
     try:
         # Products of reduced precision, as on GPUs and TPUs by default, would differ between sizes of batches.
         with jax.default_matmul_precision("highest"):
-            traced = jax.jit(program).trace(arrays, rows)
+            traced = jax.jit(program).trace(arrays, given)
             # It runs once, and most of its time goes into compiling.
             options = {"xla_backend_optimization_level": 0} if platform() == "cpu" else {}
-            alone, together = traced.lower().compile(compiler_options=options)(arrays, rows)
+            alone, together = traced.lower().compile(compiler_options=options)(arrays, given)
     except Exception as error:  # a loss that is written for a batch of one may raise anything for a larger one
         if isinstance(error, TypeError) and str(error).startswith("check_loss: "):
             raise
