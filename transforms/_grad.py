@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from ._calls.call import Call, check_complex, check_output
+from ._calls.primals import dtype_of
 from ._core.arguments import Argnums, check_argnums, check_callable, describe, leaf_name, wrap_like
 from ._core.compat import varying, varying_axes
 from ._core.weak_types import weak_like
@@ -208,7 +209,8 @@ def scalar_seed(who: str, out: Any, cure: str, kind: str = "real") -> Any:
     """Return the 1 that starts the transpose of a "real" or "complex" scalar; raise for other outputs."""
     dtypes = {"real": jnp.floating, "complex": jnp.complexfloating}[kind]
     is_leaf = jax.tree_util.all_leaves([out])
-    if not is_leaf or jnp.shape(out) != () or not jnp.issubdtype(jnp.result_type(out), dtypes):
+    dtype = dtype_of(out)
+    if dtype is None or jnp.shape(out) != () or not jnp.issubdtype(dtype, dtypes):
         found = describe(out) if is_leaf else f"a pytree {jax.tree.structure(out)}"
         raise TypeError(f"{who} must return one {kind} scalar, but it returned {found}; {cure}.")
     return lax.full_like(out, 1)

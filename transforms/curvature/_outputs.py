@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from .._calls.primals import dtype_of
 from .._core.arguments import check_argnums, check_callable, describe, leaf_name
 from .._core.compat import Tracer
 from .._core.prng import check_key
@@ -100,7 +101,8 @@ class OfBatch:
 
         def of_example(outputs: Any, given: list[Any]) -> Any:
             value = loss(outputs[None], jax.tree.unflatten(structure, [x[None] for x in given]))
-            if jnp.shape(value) or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+            dtype = dtype_of(value)
+            if dtype is None or jnp.shape(value) or not jnp.issubdtype(dtype, jnp.floating):
                 raise TypeError(
                     f"{api}: loss must return the mean over the examples, a real scalar, but for one example it "
                     f"returned {describe(value)}."

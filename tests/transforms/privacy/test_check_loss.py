@@ -317,6 +317,7 @@ def test_float64_is_compared_in_its_precision() -> None:
     [
         (3, (W, X), {}, TypeError, "^check_loss: loss must be"),
         (lambda w, x: x @ w, (W, X), {}, TypeError, "^check_loss: the loss must return one real scalar"),
+        (lambda w, x: "loss", (W, X), {}, TypeError, "must return one real scalar, but it returned 'loss' of type str"),
         (decayed, (W, X, Y[:3]), {"batch_argnums": (1, 2)}, ValueError, "has 24 examples, but `y` has 3"),
         (decayed, (W, X, Y), {"batch_argnums": 7}, ValueError, "^check_loss: batch_argnums selects argument 7"),
         *(
