@@ -220,7 +220,8 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     of = ggn_diagonal(model, cross_entropy)
     with pytest.raises(ValueError, match=r"^ggn_diagonal: `y` is .*, but x has 5 examples; y must have as many"):
         of(p, x, y[:4])
-    for loss in (optax.softmax_cross_entropy_with_integer_labels, lambda o, y: None, lambda o, y: {}):
+    losses: list[Any] = [optax.softmax_cross_entropy_with_integer_labels, lambda o, y: None, lambda o, y: {}]
+    for loss in losses:
         with pytest.raises(TypeError, match=r"^ggn_diagonal: loss must return the mean over the examples, a real "):
             ggn_diagonal(model, loss)(p, x, y)
     with pytest.raises(TypeError, match=r"^ggn_diagonal: key must be one key"):

@@ -139,6 +139,7 @@ def test_the_report_says_what_was_found() -> None:
 
 def whole(x: jax.Array) -> np.ndarray:
     """Return an array that is sharded over the devices of both processes."""
+    assert isinstance(x.sharding, NamedSharding)
     return np.asarray(jax.device_put(x, NamedSharding(x.sharding.mesh, PartitionSpec())))
 
 
