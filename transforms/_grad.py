@@ -210,7 +210,7 @@ def scalar_seed(who: str, out: Any, cure: str, kind: str = "real") -> Any:
     dtypes = {"real": jnp.floating, "complex": jnp.complexfloating}[kind]
     is_leaf = jax.tree_util.all_leaves([out])
     dtype = dtype_of(out)
-    if dtype is None or jnp.shape(out) != () or not jnp.issubdtype(dtype, dtypes):
+    if not is_leaf or dtype is None or jnp.shape(out) != () or not jnp.issubdtype(dtype, dtypes):
         found = describe(out) if is_leaf else f"a pytree {jax.tree.structure(out)}"
         raise TypeError(f"{who} must return one {kind} scalar, but it returned {found}; {cure}.")
     return lax.full_like(out, 1)
