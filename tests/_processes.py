@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -24,3 +26,20 @@ class Process(subprocess.Popen[str]):
             found.append(file.read())
             file.close()
         return found[0], found[1]
+
+
+def free_port() -> int:
+    """Return a port on which no process listens."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+def ended(processes: Sequence[subprocess.Popen[str]], seconds: float = 120) -> list[tuple[int, str, str]]:
+    """Return the codes and outputs of processes that end within a time; kill those that do not."""
+    try:
+        outputs = [process.communicate(timeout=seconds) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]

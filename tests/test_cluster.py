@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ._processes import Process
+from ._processes import Process, free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]  # `ray.init` would join the cluster of another test
 
@@ -49,11 +48,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_as_slurm_starts_it(tmp_path: Path, expected: str) -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     # JAX chooses the port by the number of the job.
-    job = {"SLURM_JOB_ID": f"{(port + 1) % 4096}", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+    job = {"SLURM_JOB_ID": f"{(free_port() + 1) % 4096}", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
     options = ("--detection", "slurm", "--steps", f"{STEPS}", "--out", str(tmp_path))
     each = [started("train.py", *options, **job, SLURM_PROCID=f"{i}", SLURM_LOCALID=f"{i}") for i in range(2)]
     assert losses(ended(*each)) == [expected, expected]

@@ -93,7 +93,7 @@ def batch_ensemble(
       A new module in which `nnx.Linear` and `nnx.Conv` layers are `ScaledLayer`s. Their kernels are of kind `Base`,
       scales and biases of kind `Adapter`. `Ensemble.create(..., shared=Base)` stores the kernels once. Norms and
       embeddings of Flax, and parameters of one dimension, stay as they are: each member has its own, unless they are
-      shared too (`shared=(Base, nnx.Embed)`) or frozen (`freeze(model, nnx.Embed)`).
+      shared too (`shared=(Base, nnx.Embed)`) or frozen (`freeze(model, nnx.Embed)`). Frozen parameters stay frozen.
 
     Raises:
       TypeError: `model` is not a module, `where` not a filter, or `rules` not such a dict; a layer is in a plain list

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from plurax.ensemble import Ensemble, Preempted, ProcessBatches, Trainer, load
+
+if __name__ != "__main__":  # the processes run this file as a script
+    from ..._processes import Process, ended, free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("preemption")]
 
@@ -132,12 +134,8 @@ def started(
     root: Path, processes: int, *, by_grain: bool = False, fails: tuple[int, int] = (-1, -1)
 ) -> list[subprocess.Popen[str]]:
     """Start processes with four devices in all; the first number of `fails` is that of one that fails at a batch."""
-    from ..._processes import Process  # not at the top, since the processes run this file as a script
-
     root.mkdir(exist_ok=True)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(4 // processes), "JAX_PLATFORMS": "cpu"}
     options = str(processes), str(int(by_grain))
     return [
@@ -147,16 +145,6 @@ def started(
         )
         for i in range(processes)
     ]
-
-
-def ended(processes: list[subprocess.Popen[str]], seconds: float = 120) -> list[tuple[int, str, str]]:
-    """Return the codes and outputs of processes that end within a time."""
-    try:
-        outputs = [process.communicate(timeout=seconds) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
 
 
 def wait_for_batch(root: Path, count: int, processes: int) -> None:

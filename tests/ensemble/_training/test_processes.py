@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import socket
-import subprocess
 import sys
 import threading
 import time
@@ -27,6 +25,9 @@ from jax.sharding import Mesh
 from plurax.ensemble import EarlyStopping, Ensemble, Restarts, Trainer, load, load_member, save
 from plurax.transforms._runs import checkpoint_clock, checkpoint_writer
 from plurax.transforms._runs.processes import Damaged, Group
+
+if __name__ != "__main__":  # the processes run this file as a script
+    from ..._processes import Process, ended, free_port
 
 # All in one worker, which runs the script once.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("two processes")]
@@ -344,26 +345,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the directory with the results and checkpoints of two processes."""
     root = tmp_path_factory.mktemp("processes")
     (root / "files").mkdir()
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(root), str(i), port],
-            env=environment,
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=120)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0], "\n".join(errors)
+    environment, port = {**os.environ, "JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"}, str(free_port())
+    found = ended([Process([sys.executable, __file__, str(root), str(i), port], env=environment) for i in range(2)])
+    assert [code for code, *_ in found] == [0, 0], found
     return root
 
 

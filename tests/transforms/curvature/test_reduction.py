@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from typing import Any
 
@@ -14,6 +13,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from plurax.transforms.curvature import ekfac, ggn_diagonal, influence, kfac, laplace, self_influence
+
+if __name__ != "__main__":  # the processes run this file as a script
+    from ..._processes import Process, ended, free_port
 
 RNG = np.random.default_rng(0)
 X, Y, W = (RNG.normal(size=shape).astype(np.float32) for shape in ((8, 3), (8, 2), (3, 2)))
@@ -168,19 +170,9 @@ def on_meshes() -> None:
 
 @pytest.mark.slow
 def test_examples_on_a_mesh_are_compared() -> None:
-    from ..._processes import Process  # not at the top, since the processes run this file as a script
-
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "2"}
-    started = [Process([sys.executable, __file__, str(i), port], env=environment) for i in range(2)]
-    try:
-        errors = [process.communicate(timeout=300)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0], "\n".join(errors)
+    environment, port = {**os.environ, "JAX_NUM_CPU_DEVICES": "2"}, str(free_port())
+    found = ended([Process([sys.executable, __file__, str(i), port], env=environment) for i in range(2)], 300)
+    assert [code for code, *_ in found] == [0, 0], found
 
 
 if __name__ == "__main__":

@@ -117,8 +117,8 @@ def _choice_by_time(program: ExampleProgram, batch: int, most: int) -> MethodCho
 
 def with_products(choice: MethodChoice, batch: int) -> MethodChoice:
     """Return a choice with convolutions as matrix products: all in a loop over examples, else the slow ones."""
-    which = "convolutions" if choice.examples < batch else "convolutions that are slow on CPUs"
-    return choice._replace(products=True, why=f"{choice.why}; {which} as matrix products")
+    where = "" if choice.examples < batch else " where XLA is slow at them"
+    return choice._replace(products=True, why=f"{choice.why}; convolutions as matrix products{where}")
 
 
 def routes(of: PerExample, choice: MethodChoice) -> list[MethodChoice]:
