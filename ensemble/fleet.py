@@ -9,7 +9,6 @@ Needs the extra `ray`: `pip install "plurax[ray]"`.
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,8 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..transforms._core.arguments import check_callable, check_count
-from ..transforms._runs.atomic_write import write_atomically
-from ..transforms._runs.lock import locked
+from ..transforms._files.atomic_write import write_atomically
+from ..transforms._files.document import read_document, write_document
+from ..transforms._files.lock import locked
 from ._fleet.cluster import Cluster, Task
 from ._fleet.group import Job
 from ._fleet.table import Table
@@ -37,6 +37,7 @@ from ._training.trainer import Trainer
 __all__ = ["fit_fleet"]
 
 # Settings of JAX that workers take over from the driver.
+_FORMAT = "plurax fleet"
 _SETTINGS = ("jax_enable_x64", "jax_default_prng_impl", "jax_default_matmul_precision")
 Exchange = Callable[[TrainState, dict[str, np.ndarray]], TrainState]
 
@@ -199,9 +200,11 @@ def _rounds(steps: int | None, exchange: Any, every: int | None, recorded: int) 
 def _claim(home: Path, about: dict[str, Any]) -> None:
     """Write what identifies a fleet into its directory; raise if it holds another one."""
     path = home / "fleet.json"
-    if not path.exists():
-        write_atomically(path, [json.dumps(about).encode()])
-    found = json.loads(path.read_text())
+    try:
+        found = read_document(f"fit_fleet: the fleet at {home}", path, _FORMAT, 1, within=home, of_json=True).entries
+    except FileNotFoundError:
+        write_document(path, _FORMAT, 1, about)
+        return
     if found != about:
         differs = ", ".join(f"{name}={found.get(name)}" for name in about if found.get(name) != about[name])
         raise ValueError(f"fit_fleet: {home} is of a fleet with {differs}; use another directory.")

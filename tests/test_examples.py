@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from plurax.transforms._runs import checkpoint as checkpoint
 from plurax.transforms.program import load_exported
+
+from ._files import entries_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -327,5 +328,5 @@ def test_the_demo(tmp_path):
     assert "360 of 360 predictions equal those of ensemble" in shown
     assert "bitwise equal" in " ".join(shown.split())
     assert (tmp_path / "out" / "ensemble_digits.png").read_bytes().startswith(b"\x89PNG")
-    manifest = json.loads((tmp_path / "out" / "ensemble_digits" / checkpoint.MANIFEST).read_text())
-    assert (manifest["size"], manifest["step"]) == (4, 30)
+    manifest = entries_of(tmp_path / "out" / "ensemble_digits" / "plurax.json")
+    assert (manifest["size"], manifest["about"]["step"]) == (4, 30)

@@ -23,6 +23,7 @@ LAYERS = {
         "_core",
         "_models",
         "_calls",
+        "_files",
         "_convolutions _runs _vmap _grad _dual _taylor",
         "_linear _jacobian",
         "_curvature",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import warnings
@@ -19,11 +18,12 @@ import jax
 from ...transforms._core.compat import Jaxpr, setting
 from ...transforms._core.machine import cores, processor
 from ...transforms._core.memory import in_words
-from ...transforms._runs.atomic_write import write_atomically
-from .._members.strategy import Execution
+from ...transforms._files.document import read_document, write_document
+from ...transforms._files.schema import decode
+from .._members.strategy import Execution, check_execution
 
-# The version of the file format, part of the fingerprint, so that files of other versions are not found.
-_FORMAT = 4
+# The version of the file format is part of the fingerprint, so that files of other versions are not found.
+_FORMAT, _VERSION = "plurax tuning", 5
 # The notes of candidates that were not tried begin with this.
 NOT_TRIED = "not tried: "
 # The results of this process, shared by all trainers; `tune_cache` is for other processes.
@@ -111,21 +111,25 @@ def fingerprint(jaxpr: Jaxpr, *about: object) -> str:
         *(jax.__version__, version("jaxlib"), device.platform, device.device_kind, processor(), cores()),
         *(os.environ.get("XLA_FLAGS", ""), setting("jax_enable_x64")),
     )
-    return hashlib.sha256(repr((_FORMAT, program, machine, about)).encode()).hexdigest()
+    return hashlib.sha256(repr((_VERSION, program, machine, about)).encode()).hexdigest()
 
 
-def tuning_of(read: dict[str, Any]) -> Tuning:
-    """Return the results that were written with `asdict` as JSON; raise if they are damaged."""
-    candidates = (CandidateExecution(Execution(*one.pop("execution")), **one) for one in read["candidates"])
-    return Tuning(**{**read, "chosen": Execution(*read["chosen"]), "candidates": tuple(candidates)})
+def read_tuning(entries: dict[str, Any]) -> Tuning:
+    """Return the results in a file; raise `ValueError` if they are none."""
+    tuning = decode(Tuning, entries, "tuning")
+    for execution in (tuning.chosen, *(one.execution for one in tuning.candidates)):
+        check_execution("tuning", execution)
+    return tuning
 
 
 def recall(key: str, directory: Path | None) -> Tuning | None:
     """Return an earlier result for a program, from this process or the directory; None if there is none."""
     if key not in _remembered and directory is not None:
-        # A file that is missing or damaged is ignored.
-        with suppress(OSError, ValueError, TypeError, LookupError, AttributeError):
-            _remembered[key] = tuning_of(json.loads((directory / f"{key}.json").read_text()))
+        # A file that is missing or damaged is ignored, and written anew.
+        with suppress(FileNotFoundError, ValueError):
+            path = directory / f"{key}.json"
+            found = read_document("tune_cache", path, _FORMAT, _VERSION, within=directory, of_json=True)
+            _remembered[key] = read_tuning(found.entries)
     return _remembered.get(key)
 
 
@@ -135,6 +139,6 @@ def remember(key: str, tuning: Tuning, directory: Path | None) -> None:
     if directory is None:
         return
     try:
-        write_atomically(directory / f"{key}.json", [json.dumps(asdict(tuning)).encode()])
+        write_document(directory / f"{key}.json", _FORMAT, _VERSION, asdict(tuning))
     except OSError as error:
         warnings.warn(f"Trainer: tune_cache={str(directory)!r} cannot be written: {error}.", stacklevel=2)

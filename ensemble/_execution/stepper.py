@@ -14,6 +14,7 @@ from ...transforms._core.axes import Axes, axes_per_argument, mapped_size
 from ...transforms._core.compat import Jaxpr
 from ...transforms._core.memory import largest_chunk
 from ...transforms._core.target import device, platform
+from ...transforms._runs.manifest import TrainerSettings
 from ...transforms._runs.source import Stacked, copied, first_of
 from .._members.sharding import Layout
 from .._members.strategy import Execution, by_rule
@@ -89,18 +90,10 @@ class Stepper:
     def _numbers(self) -> dict[str, Any]:
         return {**self._step.optimizer.numbers, **self._step.loss.numbers}
 
-    def settings(self, execution: Execution | None = None) -> dict[str, Any]:
-        """Return the settings that a checkpoint stores in its manifest, as plain values for JSON.
-
-        Args:
-          execution: the execution of the steps; None for the requested one.
-
-        Returns:
-          The name of the optax factory as "optimizer" (None for a ready transformation), the numeric hyperparameters as
-          "hyperparams", and the fields of `Execution`.
-        """
+    def settings(self, execution: Execution | None = None) -> TrainerSettings:
+        """Return the settings that a checkpoint stores, with an execution of the steps; None for the requested one."""
         execution = execution or self._asked
-        return {"optimizer": self._step.optimizer.name, "hyperparams": self._numbers, **execution._asdict()}
+        return TrainerSettings(self._step.optimizer.name, self._numbers, **execution._asdict())
 
     def arguments(self, batch: Any, size: int) -> tuple[tuple[Any, ...], tuple[Axes, ...]]:
         """Return the arguments of the loss after the model, and the axes of each; check them for `size` members.

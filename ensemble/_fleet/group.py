@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
@@ -16,13 +15,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from ...transforms._runs.atomic_write import write_atomically
+from ...transforms._files.document import read_document, write_document
+from ...transforms._files.schema import decode
 from ...transforms._runs.source import skip
 from .._members.ensemble import Ensemble
 from .._training.checkpoint import load, save
 from .._training.trainer import Trainer
 
-_REPORT = "report.json"
+_REPORT, _FORMAT = "report.json", "plurax report"
 _EVERY = 1.0  # seconds between reports
 # Seconds to wait for a worker of a driver that died, which may still train this group.
 _PATIENCE = 60.0
@@ -50,10 +50,10 @@ class Report:
     def read(directory: Path) -> Report | None:
         """Return the last report of a group, or None if there is none."""
         try:
-            found = json.loads((directory / _REPORT).read_text())
+            found = read_document("fit_fleet", directory / _REPORT, _FORMAT, 1, within=directory, of_json=True)
+            return decode(Report, found.entries, "report")
         except (OSError, ValueError):  # not there yet, or on a file system that shows an old name
             return None
-        return Report(**{**found, "loss": tuple(found["loss"])})
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class _Reporter:
             rate = (step - self._step) / (now - self._time)
             report = Report(step, rate, ends, int(finite.size), self._where)
             with suppress(OSError):  # the next one may succeed; training does not depend on it
-                write_atomically(self._path, [json.dumps(asdict(report)).encode()])
+                write_document(self._path, _FORMAT, 1, asdict(report))
             self._step, self._time = step, now
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import uuid
-import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,36 @@ from jax.typing import ArrayLike
 
 from ...transforms._core.arguments import describe
 from ...transforms._core.prediction import Kind, Prediction
+from ...transforms._files.atomic_write import replace_directory
+from ...transforms._files.document import read_document, write_document
+from ...transforms._files.errors import Damaged, OtherVersion
+from ...transforms._files.replaced import identity
+from ...transforms._files.schema import decode
 from ...transforms._models.split_model import is_model
-from ...transforms._runs.atomic_write import replace_directory
+from ...transforms._runs.checkpoint import Checkpoint
+from ...transforms._runs.checkpoint_writer import others_in
+from ...transforms._runs.processes import Group, read_again_if_replaced
 from .._members.ensemble import Ensemble
 from .._members.prediction import check_temperature, classify, kind_for, regress
 from .._members.rows import member_index
 from .._step.state import TrainState
-from .._training.checkpoint import load, save
+from .._training.checkpoint import read_ensemble, save
 
 _MANIFEST = "committee.json"
-_FORMAT = {"format": "plurax committee", "version": 1}
+_FORMAT, _VERSION = "plurax committee", 1
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    """What a directory holds.
+
+    Attributes:
+      groups: for each group the checksum of its manifest, so that none can be exchanged for that of another save.
+      weights: the weight of each member; None for equal ones.
+    """
+
+    groups: list[str]
+    weights: list[float] | None
 
 
 class Committee:
@@ -158,23 +177,24 @@ class Committee:
         """Write all members to a directory, atomically.
 
         Args:
-          path: the directory to create. An earlier committee there is replaced.
+          path: the directory to create. An earlier committee there is replaced once the new one is complete.
 
         Raises:
-          FileExistsError: `path` exists and is no committee.
+          FileExistsError: `path` exists and is no whole committee, or contains other files too.
           OSError: the files cannot be written.
         """
-        path = Path(path).resolve()
-        if path.exists() and _manifest(path) is None:
-            raise FileExistsError(f"Committee.save: {path} exists and is no committee; pass another path.")
+        path = Path(os.path.realpath(path))
+        _check_replaceable(path)
         unfinished = path.parent / f".{path.name}.{uuid.uuid4().hex}.unfinished"
         try:
             unfinished.mkdir(parents=True)
+            checksums = []
             for i, group in enumerate(self.groups):
-                save(unfinished / f"group_{i:03d}", group)
+                save(unfinished / _group(i), group)
+                checksums.append(Checkpoint.open("Committee.save", unfinished / _group(i)).checksum)
             weights = None if self.weights is None else np.asarray(self.weights).tolist()
-            about = {**_FORMAT, "groups": len(self.groups), "weights": weights}
-            (unfinished / _MANIFEST).write_text(json.dumps({**about, "checksum": _checksum(about)}))
+            write_document(unfinished / _MANIFEST, _FORMAT, _VERSION, asdict(_Manifest(checksums, weights)))
+            _check_replaceable(path)  # again: somebody may have put files there meanwhile
             replace_directory(unfinished, path)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -189,19 +209,24 @@ class Committee:
 
         Raises:
           FileNotFoundError: there is no such directory.
-          ValueError: it holds no committee, is damaged, or has other groups than `like`.
+          ValueError: it holds no committee, is damaged or of another version, or has other groups than `like`.
         """
-        path = Path(path)
-        if not path.exists():
-            raise FileNotFoundError(f"Committee.load: there is no committee at {path}.")
-        about = _manifest(path)
-        if about is None:
-            raise ValueError(f"Committee.load: {path} holds no committee, or is damaged.")
-        if about["groups"] != len(like.groups):
-            found = f"{about['groups']} groups, but `like` has {len(like.groups)}"
-            raise ValueError(f"Committee.load: the committee at {path} has {found}.")
-        groups = [load(path / f"group_{i:03d}", group) for i, group in enumerate(like.groups)]
-        return Committee(groups, about["weights"])
+        path = Path(os.path.realpath(path))
+
+        def attempt() -> tuple[Committee, str]:
+            about, checksum = _read(path)
+            if len(about.groups) != len(like.groups):
+                has = f"{len(about.groups)} groups, but `like` has {len(like.groups)}"
+                raise ValueError(f"Committee.load: the committee at {path} has {has}.")
+            groups = []
+            for i, (group, expected) in enumerate(zip(like.groups, about.groups, strict=True)):
+                groups.append(read_ensemble(_open_group(path, i, expected), group))
+            try:
+                return Committee(groups, about.weights), checksum
+            except (TypeError, ValueError) as error:
+                raise Damaged(f"Committee.load: the committee at {path} is damaged: {error}") from error
+
+        return read_again_if_replaced(lambda: identity(path, _MANIFEST), attempt, Group.of(like.groups))
 
     def __repr__(self) -> str:
         groups = ", ".join(f"{len(group)} × {group.structure!r}" for group in self.groups)
@@ -240,16 +265,56 @@ def _checked(weights: Any, size: int) -> jax.Array:
     return jnp.asarray(found / found.sum(), jnp.float32)
 
 
-def _manifest(path: Path) -> dict[str, Any] | None:
-    """Return the description of the committee at a path; None if there is none, or it is damaged."""
+def _read(path: Path) -> tuple[_Manifest, str]:
+    """Return the manifest of the committee at a path, and its checksum."""
+    what = f"Committee.load: the committee at {path}"
     try:
-        about = json.loads((path / _MANIFEST).read_text())
-    except (OSError, ValueError):
-        return None
-    if not isinstance(about, dict) or about.pop("checksum", None) != _checksum(about):
-        return None
-    return about if {name: about.get(name) for name in _FORMAT} == _FORMAT else None
+        found = read_document(what, path / _MANIFEST, _FORMAT, _VERSION, within=path, of_json=True)
+        return decode(_Manifest, found.entries, "manifest"), found.checksum
+    except FileNotFoundError as error:
+        if os.path.lexists(path):
+            raise Damaged(f"Committee.load: {path} holds no committee, or is damaged: no {_MANIFEST}.") from error
+        raise FileNotFoundError(f"Committee.load: there is no committee at {path}.") from error
+    except (Damaged, OtherVersion):
+        raise
+    except ValueError as error:
+        raise Damaged(f"{what} is damaged: {_MANIFEST}: {error}.") from error
 
 
-def _checksum(about: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(about, sort_keys=True).encode())
+def _open_group(path: Path, i: int, checksum: str) -> Checkpoint:
+    """Return the checkpoint of a group; raise if it is missing, or not the one that was saved with the others."""
+    if (path / _group(i)).is_symlink():
+        raise Damaged(f"Committee.load: the committee at {path} is damaged: {_group(i)} is a link.")
+    try:
+        checkpoint = Checkpoint.open("Committee.load", path / _group(i))
+    except FileNotFoundError as error:
+        raise Damaged(f"Committee.load: the committee at {path} is damaged: {_group(i)} is missing.") from error
+    if checkpoint.checksum != checksum:
+        raise Damaged(f"Committee.load: the committee at {path} is damaged: {_group(i)} is of another save.")
+    return checkpoint
+
+
+def _check_replaceable(path: Path) -> None:
+    """Raise if a path holds something other than a committee."""
+    if not os.path.lexists(path):
+        return
+
+    def attempt() -> tuple[list[str], str]:
+        groups = [_group(i) for i in range(len(_read(path)[0].groups))]
+        others = sorted({file.name for file in path.iterdir()} - {_MANIFEST, *groups})
+        others += [f"{name}/{other}" for name in groups for other in others_in("Committee.save", path / name)]
+        return others, ""
+
+    try:
+        others = read_again_if_replaced(lambda: identity(path, _MANIFEST), attempt)
+    except FileNotFoundError:
+        return
+    except (Damaged, OtherVersion) as error:
+        what = f"{path} exists and is no whole committee of this version"
+        raise FileExistsError(f"Committee.save: {what}; pass another path, or move it. ({error})") from error
+    if others:
+        raise FileExistsError(f"Committee.save: {path} also holds {others[0]!r}, which would be lost; move it.")
+
+
+def _group(i: int) -> str:
+    return f"group_{i:03d}"

@@ -6,9 +6,10 @@ This file names the arrays of an ensemble and of a training state; `transforms._
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,9 @@ import numpy as np
 
 from ...transforms._core.arguments import describe
 from ...transforms._models.split_model import is_model, split
-from ...transforms._runs.checkpoint import Checkpoint, outline
+from ...transforms._runs.checkpoint import Checkpoint, read_checkpoint
 from ...transforms._runs.checkpoint_writer import CheckpointWriter
+from ...transforms._runs.manifest import About, StoredArray, outline
 from ...transforms._runs.processes import Group
 from .._members.ensemble import Ensemble
 from .._members.rows import member_index
@@ -26,7 +28,6 @@ from .._step.state import LastStep, SharedState, TrainState
 
 # The part with the best parameters of early stopping; then the part "ensemble" has those of the last step.
 _BEST = "best"
-CRITERION = "best_by"  # an entry of the manifest: what is best
 
 Saved = TypeVar("Saved", bound=Ensemble[Any] | TrainState[Any])
 Model = TypeVar("Model")
@@ -95,12 +96,12 @@ def load(path: str | os.PathLike[str], like: Saved) -> Saved:
       Ensemble of 2 × Linear, 15 parameters each
     """
     if isinstance(like, Ensemble):
-        found: Any = Group.of(like).agree(lambda: _read_ensemble(Checkpoint.open("load", path), like))
+        read: Callable[[Checkpoint, Any], Any] = read_ensemble
     elif isinstance(like, TrainState):
-        found = Group.of(like).agree(lambda: _read_state(Checkpoint.open("load", path), like))
+        read = _read_state
     else:
         raise TypeError(f"load: like must be an Ensemble or a TrainState, but got {type(like).__name__}.")
-    return found
+    return cast(Saved, read_checkpoint("load", path, lambda checkpoint: read(checkpoint, like), Group.of(like)))
 
 
 @overload
@@ -138,7 +139,11 @@ def load_member(path: str | os.PathLike[str], i: int, like: Any) -> Any:
       >>> type(model).__name__
       'Linear'
     """
-    checkpoint = Checkpoint.open("load_member", path)
+    return read_checkpoint("load_member", path, lambda checkpoint: _read_member(checkpoint, i, like))
+
+
+def _read_member(checkpoint: Checkpoint, i: int, like: Any) -> Any:
+    """Return a member as a standalone model."""
     if isinstance(like, (Ensemble, TrainState)):
         ensemble = like.ensemble if isinstance(like, TrainState) else like
         member = jax.eval_shape(lambda own: jax.tree.map(lambda x: x[0], own), (ensemble.trainable, ensemble.rest))
@@ -148,20 +153,21 @@ def load_member(path: str | os.PathLike[str], i: int, like: Any) -> Any:
         structure, arrays = parts.structure, (parts.trainable, parts.rest)
     else:
         raise TypeError(f"load_member: like must be an Ensemble, a TrainState or a model, but got {describe(like)}.")
-    i = member_index(f"{checkpoint}", i, checkpoint.manifest["size"])
+    i = member_index(f"{checkpoint}", i, checkpoint.manifest.size)
     # `like` may have its arrays in another order than the saved model; `Checkpoint.member` returns them in this one.
     expected = outline(arrays[0]) + outline(arrays[1])
-    shared = {array["key"] for array in checkpoint.manifest["arrays"].get("shared", [])}
-    own, others = ([x for x in expected if (x["key"] in shared) == of_all] for of_all in (False, True))
-    if _BEST in checkpoint.manifest["arrays"]:
+    stored_parts = checkpoint.manifest.parts
+    shared = {array.key for array in stored_parts["shared"].arrays} if "shared" in stored_parts else set()
+    own, others = ([x for x in expected if (x.key in shared) == of_all] for of_all in (False, True))
+    if _BEST in stored_parts:
         named = zip(expected, outline(arrays), strict=True)
-        part, stored = _BEST, [of_best for x, of_best in named if x["key"] not in shared]
+        part, stored = _BEST, [of_best for x, of_best in named if x.key not in shared]
     else:
         part, stored = "ensemble", own
-    leaves = dict(zip([x["key"] for x in own], checkpoint.member(i, part, stored), strict=True))
+    leaves = dict(zip([x.key for x in own], checkpoint.member(i, part, stored), strict=True))
     if shared:
-        leaves |= dict(zip([x["key"] for x in others], checkpoint.member(0, "shared", others), strict=True))
-    in_order = [leaves[x["key"]] for x in expected]
+        leaves |= dict(zip([x.key for x in others], checkpoint.member(0, "shared", others), strict=True))
+    in_order = [leaves[x.key] for x in expected]
     return structure.merge(*jax.tree.unflatten(jax.tree.structure(arrays), in_order))
 
 
@@ -169,22 +175,22 @@ def begin_writing(
     api: str,
     path: Path,
     saved: TrainState | Ensemble,
-    about: Mapping[str, Any] | None = None,
+    about: About | None = None,
     history: Mapping[str, np.ndarray] | None = None,
     more: Mapping[str, Any] | None = None,
     *,
     copies: bool = False,
 ) -> CheckpointWriter:
     """Begin a checkpoint, with `about` in its manifest, `history` in a file, and `more` as additional arrays."""
-    about = dict(about or {})
+    about = about or About()
     if isinstance(saved, TrainState):
-        about["step"] = int(saved.step)
+        about = replace(about, step=int(saved.step))
     size = saved._size if isinstance(saved, TrainState) else len(saved)
     parts = _parts(saved) | dict(more or {})
     if isinstance(saved, TrainState) and saved.last is not None:
         best = saved.ensemble.trainable, saved.ensemble.rest
         parts |= {_BEST: best, "watch": saved.last.watched}
-        about[CRITERION] = saved.last.criterion
+        about = replace(about, best_by=saved.last.criterion)
     options: dict[str, Any] = {"about": about, "history": history, "copies": copies}
     return CheckpointWriter.begin(api, path, parts, size, outlines=_outlines(parts), **options)
 
@@ -192,16 +198,16 @@ def begin_writing(
 def read_run(checkpoint: Checkpoint, like: TrainState, more: Mapping[str, Any]) -> tuple[TrainState, dict[str, Any]]:
     """Return the training state, structured as `like`, and those parts of `more` that the checkpoint has."""
     # A saved ensemble has no optimizer state, and a fresh one would silently change the run.
-    if "opt_state" not in checkpoint.manifest["arrays"]:
+    held, step = checkpoint.manifest.parts, checkpoint.about.step
+    if "opt_state" not in held or step is None:
         where = f"{checkpoint.api}: the checkpoint at {checkpoint.path}"
         raise ValueError(f"{where} holds an ensemble, but no training state; load it with an Ensemble as like.")
-    held = checkpoint.manifest["arrays"]
     read = _read(checkpoint, _parts(like) | {part: tree for part, tree in more.items() if part in held}, like._size)
     arrays = (*read["ensemble"], read["opt_state"], read["standing"])
     shared = None
     if like._shared is not None:
         shared = SharedState(_shared_arrays(like._shared.arrays, read), _of_row(read.get("shared_opt_state")))
-    state = TrainState._of_arrays(like._structure, arrays, _step(checkpoint.manifest["step"], like.step), shared)
+    state = TrainState._of_arrays(like._structure, arrays, _step(step, like.step), shared)
     return state, {part: read[part] for part in more if part in read}
 
 
@@ -211,14 +217,14 @@ def _read_state(checkpoint: Checkpoint, like: TrainState) -> TrainState:
     state, more = read_run(checkpoint, like, {_BEST: own, "watch": LastStep.like(*own, like._size).watched})
     if _BEST not in more:
         return state
-    watch, criterion = jax.tree.map(np.asarray, more["watch"]), checkpoint.manifest.get(CRITERION, "")
+    watch, criterion = jax.tree.map(np.asarray, more["watch"]), checkpoint.about.best_by
     return state._with_best(more[_BEST], LastStep(*state._arrays()[:2], **watch, criterion=criterion))
 
 
-def _read_ensemble(checkpoint: Checkpoint, like: Ensemble) -> Ensemble:
+def read_ensemble(checkpoint: Checkpoint, like: Ensemble) -> Ensemble:
     """Return the ensemble, structured as `like`; with the best parameters, if the checkpoint has them."""
     parts = _parts(like)
-    if _BEST in checkpoint.manifest["arrays"]:
+    if _BEST in checkpoint.manifest.parts:
         parts[_BEST] = parts.pop("ensemble")
     read = _read(checkpoint, parts, len(like))
     trainable, rest = read[_BEST if _BEST in read else "ensemble"]
@@ -263,14 +269,14 @@ def _shared_arrays(like: SharedArrays, read: Mapping[str, Any]) -> SharedArrays:
     return SharedArrays(trainable, rest, like.paths)
 
 
-def _outlines(parts: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+def _outlines(parts: Mapping[str, Any]) -> dict[str, list[StoredArray]]:
     """Return for each part the `outline` of the arrays of one member."""
     models = ("ensemble", "shared")
     outlines = {part: outline(tree, drop_axis=True) for part, tree in parts.items() if part not in models}
     return {part: _outline_members(*parts[part]) for part in models if part in parts} | outlines
 
 
-def _outline_members(trainable: Any, rest: Any) -> list[dict[str, Any]]:
+def _outline_members(trainable: Any, rest: Any) -> list[StoredArray]:
     # Separately: a path starts at the model and does not show which of the two trees it belongs to.
     return outline(trainable, drop_axis=True) + outline(rest, drop_axis=True)
 

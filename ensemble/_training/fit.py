@@ -24,6 +24,7 @@ from ...transforms._runs.data import as_arrays
 from ...transforms._runs.history import History, Recorder, recorded
 from ...transforms._runs.identity import Identity, check_same_run, in_a_run
 from ...transforms._runs.loop import run
+from ...transforms._runs.manifest import About, TrainerSettings
 from ...transforms._runs.processes import Group
 from ...transforms._runs.run_directory import RunDirectory
 from ...transforms._runs.source import Source, Stacked, first_batch, go_to, position
@@ -34,11 +35,11 @@ from .._execution.stepper import Stepper
 from .._members.ensemble import M
 from .._members.rows import copied_rows
 from .._members.sharding import everywhere
-from .._members.strategy import Execution
+from .._members.strategy import Execution, check_execution
 from .._step.member_status import Stop
 from .._step.state import TrainState
 from .callbacks import Callback, StateAt, takes_state
-from .checkpoint import CRITERION, begin_writing, read_run
+from .checkpoint import begin_writing, read_run
 from .early_stopping import EarlyStopping, Restarts, Watch, members_in_words
 from .identity import check_program, parts_of
 from .progress import range_of, range_of_loss, told_of
@@ -242,9 +243,12 @@ class Run:
         assert self.identity is not None
         execution = self.search.best if isinstance(self.search, Search) else self.execution
         place = position("Trainer.fit", self.source, self.store.group)
-        about = {**self.stepper.settings(execution), **self.identity.manifest(), "position": place}
-        about |= {CRITERION: self.watch.criterion}
-
+        about = About(
+            best_by=self.watch.criterion,
+            run=self.identity.record(),
+            settings=self.stepper.settings(execution),
+            position=place,
+        )
         parts = full, about, self.recorder.arrays(), self.watch.parts(step, full)
         self.store.write(step, lambda path: begin_writing("Trainer.fit", path, *parts, copies=True), self.clock.end)
 
@@ -348,17 +352,24 @@ def columns(stepper: Stepper, state: TrainState) -> dict[str, list[float]]:
 
 
 def _read(
-    like: TrainState, settings: dict[str, Any], watch: Watch, resume: bool, checkpoint: Checkpoint
+    like: TrainState, settings: TrainerSettings, watch: Watch, resume: bool, checkpoint: Checkpoint
 ) -> tuple[Resumed, Checkpoint, list[str]]:
     """Read a checkpoint, and return what its settings differ in; raise if they do, unless `resume` allows it."""
-    about = checkpoint.manifest
-    differences = _different_settings(checkpoint, settings)
+    about = checkpoint.about
+    if about.settings is None:
+        raise ValueError(f"Trainer.fit: another kind of run wrote {checkpoint.path}; use another checkpoint_dir.")
+    differences = _different_settings(about.settings, settings)
     # Before settings are compared: from a state of another structure, `resume=True` could not go on.
     with in_a_run(differences):
         state, watched = read_run(checkpoint, like, watch.parts(0, like))
     check_same_run(f"{checkpoint}", differences, resume)
-    execution = Execution(*(about[x] for x in Execution._fields if x in about))
-    return (state, checkpoint.history(), execution, watched, about.get("position")), checkpoint, differences
+    written = about.settings
+    execution = Execution(written.strategy, written.chunk_size, written.products, written.devices)
+    try:
+        check_execution("execution", execution)
+    except (TypeError, ValueError) as error:
+        raise checkpoint.damaged(error) from error
+    return (state, checkpoint.history(), execution, watched, about.position), checkpoint, differences
 
 
 def _with_hyperparams(state: TrainState, given: TrainState) -> TrainState:
@@ -393,11 +404,9 @@ def check_watched(stepper: Stepper, early: Any, restarts: Any, validation: Valid
         raise TypeError(f"Trainer.fit: callbacks must be a list of functions, but got {describe(callbacks)}.")
 
 
-def _different_settings(checkpoint: Checkpoint, settings: dict[str, Any]) -> list[str]:
+def _different_settings(written: TrainerSettings, settings: TrainerSettings) -> list[str]:
     """Return in which settings a trainer differs from the one that wrote a checkpoint."""
-    if "optimizer" not in checkpoint.manifest:
-        raise ValueError(f"Trainer.fit: another kind of run wrote {checkpoint.path}; use another checkpoint_dir.")
-    before, now = ({"optimizer": x["optimizer"], **x["hyperparams"]} for x in (checkpoint.manifest, settings))
+    before, now = ({"optimizer": x.optimizer, **x.hyperparams} for x in (written, settings))
     # Compared by names and numbers, since the manifest is JSON.
     return [
         f"it has {name}={before.get(name)}, but the trainer has {name}={now.get(name)}"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from ...transforms._core.prng import is_key
+from ...transforms._files.errors import Damaged
 from .._members.ensemble import Ensemble
 from .._step.state import TrainState
 
@@ -89,11 +93,12 @@ def from_orbax(path: str | os.PathLike[str], like: Saved) -> Saved:
     from orbax.checkpoint import PyTreeCheckpointer, args, checkpoint_utils
 
     expected: Any = like
-    path = Path(path).resolve()
+    path = Path(os.path.realpath(path))
     if not path.exists():
         raise FileNotFoundError(f"from_orbax: there is no checkpoint at {path}.")
     with PyTreeCheckpointer() as checkpointer:
-        held = _flat(checkpointer.metadata(path).item_metadata.tree)
+        with _reading(path):
+            held = _flat(checkpointer.metadata(path).item_metadata.tree)
         if isinstance(like, Ensemble):
             held = {name: x for name, x in held.items() if name[0] == "ensemble"}
         else:  # of a run with early stopping, or not
@@ -104,9 +109,25 @@ def from_orbax(path: str | os.PathLike[str], like: Saved) -> Saved:
         _check(f"from_orbax: the checkpoint at {path}", held, wanted)
         item = _nested(wanted)
         how = checkpoint_utils.construct_restore_args(item)
-        found = _flat(checkpointer.restore(path, args.PyTreeRestore(item, restore_args=how, partial_restore=True)))
+        with _reading(path):
+            found = _flat(checkpointer.restore(path, args.PyTreeRestore(item, restore_args=how, partial_restore=True)))
     empty = {name: jnp.zeros(x.shape, x.dtype) for name, x in arrays.items() if not x.size}
     return jax.tree.unflatten(jax.tree.structure(expected), [(found | empty)[name] for name in arrays])
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turn the many types of errors that Orbax raises for what it cannot read into one."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        # TensorStore wraps what the operating system raises; of a file that is not there, the checkpoint is damaged.
+        if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
+            raise
+        fact = f"{type(error).__name__}: {error}"
+        raise Damaged(f"from_orbax: {path} is no checkpoint of Orbax, or is damaged ({fact}).") from error
 
 
 def _named(api: str, saved: TrainState | Ensemble) -> dict[Name, Any]:

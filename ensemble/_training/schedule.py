@@ -6,16 +6,28 @@ round differently. So every change is written to the directory before the steps 
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ...transforms._runs.atomic_write import write_atomically
-from .._execution.autotune import Tuning, tuning_of
-from .._members.strategy import Execution
+from ...transforms._files.document import read_document, write_document
+from ...transforms._files.schema import decode
+from .._execution.autotune import Tuning
+from .._members.strategy import Execution, check_execution
 
-_NAME = "executions.json"
+_NAME, _FORMAT = "executions.json", "plurax executions"
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What the file holds: as `Schedule` has it."""
+
+    changes: list[tuple[int, Execution]]
+    known: Tuning
+
+    def __post_init__(self) -> None:
+        if not self.changes:
+            raise ValueError("there are no executions")
 
 
 class Schedule:
@@ -36,12 +48,13 @@ class Schedule:
         self._last, self.known = last, None
         if self._path is not None and last is not None:
             # Without the file, or with a damaged one, the run keeps the execution of the checkpoint.
-            with suppress(OSError, ValueError, TypeError, LookupError, AttributeError):
-                read = json.loads(self._path.read_text())
-                changes = [(int(step), Execution(*one)) for step, one in read["changes"]]
-                known = tuning_of(read["known"])
-                self._changes = self._repeated = changes
-                self._last, self.known = None, replace(known, chosen=changes[-1][1])
+            with suppress(FileNotFoundError, ValueError):
+                found = read_document("schedule", self._path, _FORMAT, 1, within=directory, of_json=True)
+                written = decode(_Written, found.entries, "schedule")
+                for _, execution in written.changes:
+                    check_execution("schedule", execution)
+                self._changes = self._repeated = written.changes
+                self._last, self.known = None, replace(written.known, chosen=written.changes[-1][1])
 
     def at(self, step: int) -> Execution | None:
         """Return the execution with which a run that is repeated took the step after `step`; None for a new step."""
@@ -66,7 +79,6 @@ class Schedule:
         self._changes = [one for one in self._changes if one[0] < step] + planned
         if self._path is None:
             return
-        text = json.dumps({"changes": self._changes, "known": asdict(known)})
         # On a full disk the run goes on, as without the checkpoint that cannot be written either.
         with suppress(OSError):
-            write_atomically(self._path, [text.encode()])
+            write_document(self._path, _FORMAT, 1, asdict(_Written(self._changes, known)))

@@ -37,6 +37,7 @@ from plurax.ensemble import (
 )
 from plurax.ensemble.fleet import fit_fleet
 from plurax.transforms._core.prng import is_key
+from plurax.transforms._files.document import write_document
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
@@ -309,7 +310,7 @@ def test_refusals(tmp_path: Path, options: Any, error: Any, message: str) -> Non
 
 
 def test_a_directory_of_another_fleet_is_refused(undisturbed: Any, tmp_path: Path) -> None:
-    (tmp_path / "fleet.json").write_text(json.dumps({"size": SIZE, "group_size": 3, "exchange_every": None}))
+    write_document(tmp_path / "fleet.json", "plurax fleet", 1, {"size": SIZE, "group_size": 3, "exchange_every": None})
     with pytest.raises(ValueError, match="is of a fleet with group_size=3; use another directory"):
         fleet(tmp_path)
 

@@ -213,7 +213,7 @@ def run_of_another_structure(fails: Fails) -> None:
 def running(directory: str, *, locks: bool = True) -> Iterator[Any]:
     """Another process with a run in a directory."""
     program = (
-        "import sys, pathlib; from plurax.transforms._runs import lock\n"
+        "import sys, pathlib; from plurax.transforms._files import lock\n"
         f"if not {locks}: lock.fcntl = None\n"
         f"with lock.locked('fit', pathlib.Path({directory!r})): print('locked', flush=True); sys.stdin.read()"
     )

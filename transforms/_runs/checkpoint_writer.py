@@ -8,26 +8,30 @@ beside its files when it has written them, and the first one waits for the notes
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import uuid
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import jax
 import numpy as np
 
-from .atomic_write import replace_directory, sync
-from .checkpoint import FORMAT, HISTORY, MANIFEST, VERSION, Outline, checksum, read_manifest
+from .._files.atomic_write import replace_directory, sync
+from .._files.document import document, read_document
+from .._files.errors import Damaged, OtherVersion
+from .._files.replaced import identity
+from .checkpoint import Checkpoint, Outline
 from .held_rows import Held, copied, members_held, rows, rows_as_bytes
-from .processes import Group
+from .manifest import HISTORY, MANIFEST, About, Manifest, Part, StoredArray
+from .processes import Group, read_again_if_replaced
 
-_NOTES = "notes"
+_NOTES, _NOTE = "notes", "plurax note"
 # What a process has written: for each part the checksums of each member's arrays, and the sizes of files.
 Written = dict[str, Any]
 
@@ -37,24 +41,28 @@ class CheckpointWriter:
     """A checkpoint that is being written.
 
     Attributes:
+      api: the caller's name in errors.
       path: where it will be.
       group: the processes that write it.
       unfinished: the directory until then.
       owners: for each member the process that writes it.
       counts: the number of rows of each part: that of members, or one for all of them.
       held: for each part the rows of each array that this process holds, at least those that it writes, until then.
-      manifest: the manifest, without what the processes have written.
+      outlines: for each part the arrays of a row.
+      about: what the manifest says besides.
       history: further arrays.
       secret: whether only the owner of the files may read them.
     """
 
+    api: str
     path: Path
     group: Group
     unfinished: Path
     owners: list[int]
     counts: dict[str, int]
     held: dict[str, list[Held]]
-    manifest: dict[str, Any]
+    outlines: Mapping[str, Outline]
+    about: About
     history: Mapping[str, np.ndarray] | None
     secret: bool
 
@@ -67,7 +75,7 @@ class CheckpointWriter:
         size: int,
         *,
         outlines: Mapping[str, Outline],
-        about: Mapping[str, Any] | None = None,
+        about: About,
         history: Mapping[str, np.ndarray] | None = None,
         copies: bool = False,
         secret: bool = False,
@@ -80,7 +88,7 @@ class CheckpointWriter:
           parts: pytrees of arrays by name, with the members along axis 0 of every array, or one row for all of them.
           size: the number of members.
           outlines: for each part the result of `outline` for its arrays, in the order of its leaves.
-          about: further entries of the manifest; must be valid JSON.
+          about: what the manifest says besides.
           history: arrays to write in addition to the members.
           copies: whether to copy the arrays, whose memory is reused before they are written.
           secret: whether only the owner of the files may read them.
@@ -89,12 +97,12 @@ class CheckpointWriter:
           FileExistsError: `path` exists and is not a checkpoint, or holds other files too.
           ValueError: no process has all arrays of a member.
         """
-        path, group = path.resolve(), Group.of(parts)
+        path, group = Path(os.path.realpath(path)), Group.of(parts)
         unfinished = path.parent / f".{path.name}.{group.gather(uuid.uuid4().hex)[0]}.unfinished"
 
         def prepare() -> None:
             if group.is_first:
-                _check_replaceable(api, path)
+                check_replaceable(api, path)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 unfinished.mkdir(mode=0o700 if secret else 0o777)
 
@@ -106,23 +114,22 @@ class CheckpointWriter:
             owners = _owners(api, group, [leaf for part in held if counts[part] == size for leaf in held[part]], size)
             mine = [i for i, owner in enumerate(owners) if owner == jax.process_index()]
 
-            manifest = {"format": FORMAT, "version": VERSION, "size": size, **(about or {}), "arrays": outlines}
-
             def copy() -> Any:
                 rows_written = {
                     part: [copied(leaf, [i for i in mine if i < counts[part]]) for leaf in of_part]
                     for part, of_part in held.items()
                 }
                 arrays = history and {name: np.array(x) for name, x in history.items()}
-                return rows_written, json.loads(json.dumps(manifest)), arrays
+                return rows_written, arrays
 
             if copies:
-                held, manifest, history = group.agree(copy)
+                about = deepcopy(about)
+                held, history = group.agree(copy)
         except BaseException:
             if group.is_first:
                 shutil.rmtree(unfinished, ignore_errors=True)
             raise
-        return cls(path, group, unfinished, owners, counts, held, manifest, history, secret)
+        return cls(api, path, group, unfinished, owners, counts, held, outlines, about, history, secret)
 
     def write(self) -> None:
         """Write the checkpoint. All processes call it."""
@@ -154,12 +161,12 @@ class CheckpointWriter:
         """Tell the first process, by a file, what this one has written; it may rename the directory at once."""
         note = self._note(jax.process_index())
         note.parent.mkdir(exist_ok=True)
-        note.write_text(json.dumps(written))
+        note.write_bytes(b"".join(document(_NOTE, 1, written)))
 
     def notes(self) -> list[Written] | None:
         """Return what all processes have written; None as long as a note is missing."""
         try:
-            return [json.loads(self._note(process).read_text()) for process in self.group.processes]
+            return [read_document("note", self._note(i), _NOTE, 1, of_json=True).entries for i in self.group.processes]
         except (OSError, ValueError):  # not there yet, or not whole on a file system that shows files early
             return None
 
@@ -179,24 +186,20 @@ class CheckpointWriter:
             with (self.unfinished / name).open("rb") as file:  # which asks a shared disk anew
                 if (found := os.fstat(file.fileno()).st_size) != length:
                     raise OSError(f"{name} has {found} bytes here instead of {length}; all processes must share a disk")
-        checksums = {}
+        stored = {}
         for part, count in self.counts.items():
             of_each = {i: sums for one in written for i, sums in one["checksums"].get(part, ())}
-            checksums[part] = [of_each[i] for i in range(count)]
-        manifest = {**self.manifest, "owners": self.owners, "checksums": checksums, "files": files}
-        if self.history is not None:
-            # Saved by index: a metric's name may be anything, including the name of a parameter of savez.
-            manifest["history"] = list(self.history)
-            numbered = {f"{i}": array for i, array in enumerate(self.history.values())}
-            np.savez(self.unfinished / HISTORY, allow_pickle=False, **numbered)
-            files[HISTORY] = (self.unfinished / HISTORY).stat().st_size
-        (self.unfinished / MANIFEST).write_text(json.dumps({**manifest, "checksum": checksum(manifest)}))
+            stored[part] = Part.of(self.outlines[part], [of_each[i] for i in range(count)])
+        history = None if self.history is None else _write_history(self.unfinished / HISTORY, self.history)
+        manifest = Manifest(len(self.owners), self.owners, stored, history, self.about)
+        manifest.write(self.unfinished)
         # Nobody else could enter the directory so far; copies of single files keep their own permissions.
         for file in self.unfinished.rglob("*") if self.secret else ():
             file.chmod(0o700 if file.is_dir() else 0o600)
         # Flush before the rename, or a power failure could leave the final name with incomplete files.
         for file in [*self.unfinished.iterdir(), self.unfinished]:
             sync(file)
+        check_replaceable(self.api, self.path)  # again: somebody may have put files there meanwhile
         replace_directory(self.unfinished, self.path)
 
     def discard(self) -> None:
@@ -231,14 +234,41 @@ def _write_rows(path: Path, members: list[int], leaves: list[Held]) -> list[tupl
     return found
 
 
-def _check_replaceable(api: str, path: Path) -> None:
-    """Raise if `path` was not written by a `CheckpointWriter`, or contains files that were not."""
-    if not path.exists():
-        return
-    manifest = read_manifest(path)
-    if manifest is None:
-        raise FileExistsError(f"{api}: {path} exists and is not a checkpoint; pass another path.")
-    files = {file.relative_to(path).as_posix() for file in path.rglob("*") if not file.is_dir()}
-    others = sorted(files - {MANIFEST, *manifest.get("files", {})})
-    if others:
+def _write_history(path: Path, history: Mapping[str, np.ndarray]) -> Part:
+    """Write the columns of a history, one after another, and return what describes them."""
+    columns = {name: np.ascontiguousarray(column) for name, column in history.items()}
+    with path.open("wb") as file:
+        for column in columns.values():
+            file.write(column.data)
+    arrays = [StoredArray(name, name, x.shape, str(x.dtype), x.shape, str(x.dtype)) for name, x in columns.items()]
+    return Part.of(arrays, [[zlib.crc32(x.data) for x in columns.values()]])
+
+
+def check_replaceable(api: str, path: Path) -> None:
+    """Raise if a directory was not written by a `CheckpointWriter`, or contains files that were not."""
+    if others := others_in(api, path):
         raise FileExistsError(f"{api}: {path} also holds {others[0]!r}, which would be lost; move it.")
+
+
+def others_in(api: str, path: Path) -> list[str]:
+    """Return the names of files and folders among those of a checkpoint that are none of its own.
+
+    Raises:
+      FileExistsError: the path exists, and is no checkpoint.
+    """
+
+    def attempt() -> tuple[list[str], str]:
+        checkpoint = Checkpoint.open(api, path)
+        own = {MANIFEST, *checkpoint.manifest.files}
+        folders = {parent.as_posix() for name in own for parent in PurePosixPath(name).parents}
+        return sorted({file.relative_to(path).as_posix() for file in path.rglob("*")} - own - folders), ""
+
+    if not os.path.lexists(path):
+        return []
+    try:
+        return read_again_if_replaced(lambda: identity(path, MANIFEST), attempt)
+    except FileNotFoundError:
+        return []
+    except (Damaged, OtherVersion) as error:
+        what = f"{path} exists and is not a whole checkpoint of this version"
+        raise FileExistsError(f"{api}: {what}; pass another path, or move it. ({error})") from error

@@ -17,9 +17,11 @@ from .._core.compat import ClosedJaxpr, Jaxpr, Literal
 from .._core.machine import processor
 from .._core.prng import is_key
 from .._core.version import __version__
+from .._files.errors import Damaged
 from .checkpoint import Checkpoint, OtherStructure
 from .held_rows import members_held, rows, rows_as_bytes
-from .processes import Damaged, Group
+from .manifest import RunRecord, Start, StepProgram
+from .processes import Group
 
 # Of larger data, evenly spaced rows of this many bytes in total are compared.
 _SAMPLE = 1 << 26
@@ -61,15 +63,14 @@ class Identity:
         self._taken_over, self.takes_over = taken_over, False
         self._group, self._size, self._batches, self._resume = group, size, dict(batches), resume
         self._starts = [self._start(step, parts)]
-        self._program: dict[str, Any] | None = None
-        self._written: dict[str, Any] = {}
+        self._program: StepProgram | None = None
+        self._written: RunRecord | None = None
         self._where = ""
         self.differences: list[str] = []
 
-    def manifest(self) -> dict[str, Any]:
-        """Return the entries of a checkpoint's manifest."""
-        run = {"libraries": _libraries(), "starts": self._starts, "batches": self._batches, "program": self._program}
-        return {"run": run}
+    def record(self) -> RunRecord:
+        """Return what a checkpoint's manifest says of the run."""
+        return RunRecord(_libraries(), self._starts, self._batches, self._program)
 
     def check(self, checkpoint: Checkpoint, step: int, parts: Mapping[str, Any], others: Sequence[str] = ()) -> None:
         """Compare the run of a checkpoint with this one; raise if they differ, unless `resume` allows it.
@@ -81,29 +82,29 @@ class Identity:
           others: differences that were found while it was read.
         """
         self.differences, self._where = list(others), str(checkpoint)
-        if "run" not in checkpoint.manifest:
+        self._written = checkpoint.about.run
+        if self._written is None:  # `save` wrote it, and somebody gave it the name of a checkpoint of a run
+            self.differences.append("no run has written it")
             check_same_run(self._where, self.differences, self._resume)
-            self.differences.append("an earlier version wrote it, without what identifies its run")
             return
-        self._written = checkpoint.manifest["run"]
-        mine, starts = self._starts[-1], self._written["starts"]
-        if any(mine["step"] == start["step"] and not _differences(mine, start) for start in starts):
+        mine, starts = self._starts[-1], self._written.starts
+        if any(mine.step == start.step and not _differences(mine, start) for start in starts):
             self._starts = starts
-        elif mine["step"] <= step:  # a later state was trained elsewhere, so that its start is not known
-            ends = [x for x in [*starts, self._start(step, parts)] if x["step"] == mine["step"]]
+        elif mine.step <= step:  # a later state was trained elsewhere, so that its start is not known
+            ends = [x for x in [*starts, self._start(step, parts)] if x.step == mine.step]
             different = [_differences(mine, x) for x in ends]
             if not different:
-                self.differences.append(f"it did not start from a state at step {mine['step']}")
+                self.differences.append(f"it did not start from a state at step {mine.step}")
             elif all(different):
                 names = min(([x for x in names if x != self._taken_over] for names in different), key=len)
                 self.takes_over = not names
                 if names:
-                    self.differences.append(f"its state at step {mine['step']} has other {' and other '.join(names)}")
+                    self.differences.append(f"its state at step {mine.step} has other {' and other '.join(names)}")
                 else:
                     self._starts = starts
             else:  # the given state is the last one of that run
                 self._starts = [*starts, mine]
-        then, now = self._written["batches"], self._batches
+        then, now = self._written.batches, self._batches
         for name in dict.fromkeys([*then, *now]):
             if then.get(name) != now.get(name):
                 hidden = any(str(x.get(name)).startswith("sha256:") for x in (then, now))
@@ -126,11 +127,11 @@ class Identity:
         """
 
         def compare() -> None:
-            written = self._written.get("program")
+            written = None if self._written is None else self._written.program
             # Another version of a library may print the same program in another way.
-            if written and self._written["libraries"] == _libraries():
+            if written is not None and self._written is not None and self._written.libraries == _libraries():
                 try:
-                    same = digest_for(written["shapes"]) == written["digest"]
+                    same = digest_for(written.shapes) == written.digest
                 except Exception:  # the loss of the checkpoint's run accepts batches of these shapes
                     same = False
                 if same:
@@ -139,22 +140,22 @@ class Identity:
                 parts = "the loss, the optimizer, or an attribute of the model, such as a dropout rate"
                 self.differences.append(f"its steps run another program, because of {parts}")
                 check_same_run(self._where, self.differences, self._resume)
-            self._program = {"shapes": shapes, "digest": digest_for(shapes)}
+            self._program = StepProgram(shapes, digest_for(shapes))
 
         self._group.agree(compare)
 
-    def _start(self, step: int, parts: Mapping[str, Any]) -> dict[str, Any]:
+    def _start(self, step: int, parts: Mapping[str, Any]) -> Start:
         """Return a step and digests of the arrays of its state, which do not depend on how they are distributed."""
         found = self._group.gather({name: _of_members(tree, rows(tree, self._size)) for name, tree in parts.items()})
         members = {name: {i: x for process in found for i, x in process[name].items()} for name in parts}
         each = {name: [x.get(f"{i}", ["", [], 0.0]) for i in range(self._size)] for name, x in members.items()}
-        return {
-            "step": step,
-            "device": _device(parts["weights"]),
-            "digests": {name: _short(hashlib.sha256(repr([x[0] for x in of]).encode())) for name, of in each.items()},
-            "weights": [x[1] for x in each["weights"]],
-            "ulp": max(x[2] for x in each["weights"]),
-        }
+        return Start(
+            step,
+            _device(parts["weights"]),
+            digests={name: _short(hashlib.sha256(repr([x[0] for x in of]).encode())) for name, of in each.items()},
+            weights=[x[1] for x in each["weights"]],
+            ulp=max(x[2] for x in each["weights"]),
+        )
 
 
 def check_same_run(where: str, differences: Sequence[str], resume: bool) -> None:
@@ -210,14 +211,15 @@ def _device(tree: Any) -> str | None:
     return _short(hashlib.sha256(repr((devices.pop().device_kind, processor(), _libraries())).encode()))
 
 
-def _differences(mine: dict[str, Any], other: dict[str, Any]) -> list[str]:
+def _differences(mine: Start, other: Start) -> list[str]:
     """Return the names of the parts in which two first states differ."""
-    names = [name for name, x in mine["digests"].items() if x != other["digests"].get(name)]
-    if mine["device"] is not None and mine["device"] == other["device"]:
+    names = [name for name, x in mine.digests.items() if x != other.digests.get(name)]
+    if mine.device is not None and mine.device == other.device:
         return names
     # Another program on other devices may round the same initialization differently.
-    each = zip(mine["weights"], other["weights"], strict=True)
-    close = all(np.allclose(x, y, rtol=_ULPS * mine["ulp"], equal_nan=True) for x, y in each)
+    each = list(zip(mine.weights, other.weights, strict=False))
+    close = len(mine.weights) == len(other.weights) and all(len(x) == len(y) for x, y in each)
+    close = close and all(np.allclose(x, y, rtol=_ULPS * mine.ulp, equal_nan=True) for x, y in each)
     return [name for name in names if not close or name not in ("weights", "optimizer states")]
 
 

@@ -11,15 +11,15 @@ import jax
 import numpy as np
 
 from .._core.compat import gathered
+from .._files.errors import Damaged, OtherVersion
+from .._files.replaced import Identity
 
 Result = TypeVar("Result")
 
+# Each further attempt to read needs a writer that has replaced the files during the one before.
+_ATTEMPTS = 100
 
-class Damaged(ValueError):
-    """A checkpoint that cannot be read completely."""
-
-
-_KINDS = (Damaged, ValueError, TypeError, OSError, FileExistsError, FileNotFoundError, PermissionError)
+_KINDS = (Damaged, OtherVersion, ValueError, TypeError, OSError, FileExistsError, FileNotFoundError, PermissionError)
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,34 @@ class Group:
 
 
 ALONE = Group((0,))
+
+
+def read_again_if_replaced(
+    identify: Callable[[], Identity], read: Callable[[], tuple[Result, str]], group: Group = ALONE
+) -> Result:
+    """Return what `read` returns; call it again if the files have been replaced or removed meanwhile.
+
+    Args:
+      identify: returns what tells the files from those that replace them.
+      read: returns what it reads, and its checksum. It raises `Damaged` or `FileNotFoundError` if the files do not fit
+        together.
+      group: the processes that read it together, and the same files.
+
+    Raises:
+      Damaged, FileNotFoundError: those of `read`, of files that nobody has replaced.
+      BlockingIOError: they are being replaced all the time.
+    """
+    for _ in range(_ATTEMPTS):
+        before = identify()
+        try:
+            result, checksum = group.agree(read)
+        except (Damaged, FileNotFoundError):
+            if not any(group.gather(identify() != before)):
+                raise
+            continue
+        if len(set(group.gather(checksum))) == 1:
+            return result
+    raise BlockingIOError("the files are replaced faster than they can be read; read them when their writer has ended")
 
 
 def _kind(error: BaseException) -> str:

@@ -8,6 +8,7 @@ the steps.
 from __future__ import annotations
 
 import errno
+import os
 import re
 import shutil
 import sys
@@ -26,10 +27,13 @@ from typing import Any, Literal, TypeVar
 import jax
 
 from .._core.memory import in_words
+from .._files.atomic_write import remove_directory
+from .._files.errors import Damaged
+from .._files.lock import locked
 from .checkpoint import Checkpoint
-from .checkpoint_writer import CheckpointWriter, Written
-from .lock import locked
-from .processes import Damaged, Group
+from .checkpoint_writer import CheckpointWriter, Written, others_in
+from .manifest import MANIFEST
+from .processes import Group
 
 Found = TypeVar("Found")
 Resume = bool | Literal["auto"]
@@ -157,6 +161,7 @@ class RunDirectory:
     resume: Resume
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     _pending: list[_Pending] = field(default_factory=list)  # the last one, until it is settled
+    _damaged: list[Path] = field(default_factory=list)  # those that were skipped, until they are renamed
 
     @classmethod
     @contextmanager
@@ -183,8 +188,8 @@ class RunDirectory:
                     if group.is_first:
                         stack.enter_context(locked(api, directory))
                 # Only one process cleans up: if two removed the same directories, one of them would fail.
-                for path in directory.glob(".step_*.unfinished") if group.is_first else ():
-                    if re.fullmatch(r"\.step_\d{8,}\.[0-9a-f]{32}\.unfinished", path.name):
+                for path in directory.glob(".step_*") if group.is_first else ():
+                    if re.fullmatch(r"\.step_\d{8,}\.[0-9a-f]{32}\.(unfinished|removed)", path.name):
                         shutil.rmtree(path, ignore_errors=True)
 
             group.agree(lock)
@@ -208,6 +213,8 @@ class RunDirectory:
         """
 
         def open_and_read(path: Path) -> Found:
+            if path.is_symlink():
+                raise Damaged(f"{self.api}: {path} is a link, not a checkpoint.")
             return read(Checkpoint.open(self.api, path))
 
         if self.resume is False:
@@ -218,8 +225,12 @@ class RunDirectory:
             try:
                 return self.group.agree(partial(open_and_read, path))
             except Damaged as error:
+                then = "It is skipped, and will be renamed if a new one has its name."
+                if path.is_symlink() or os.path.lexists(path / MANIFEST):  # others are not ours
+                    self._damaged.append(path)
+                    then = "It is skipped, and will be renamed to *.damaged when the next one is written."
                 # Level 5 is the user's line: it called the method, which called two functions, which called this.
-                warnings.warn(f"{error} It is skipped, and will be renamed if a new one has its name.", stacklevel=5)
+                warnings.warn(f"{error} {then}", stacklevel=5)
         return None
 
     def going_on(self, step: int, differences: Sequence[str], taken_over: str = "") -> None:
@@ -260,14 +271,19 @@ class RunDirectory:
         path = self.directory / f"step_{step:08d}"
 
         def make_room() -> None:
-            # A damaged checkpoint is renamed, not removed: it may be all that is left of a long run.
-            if self.group.is_first and path.exists() and not _is_whole(path):
-                path.rename(path.with_name(f"{path.name}.{uuid.uuid4().hex}.damaged"))
+            # Renamed, not removed: a damaged checkpoint may be all that is left of a long run.
+            skipped = [old for old in self._damaged if os.path.lexists(old)]
+            if path not in skipped and os.path.lexists(path) and not _is_whole(path):
+                skipped.append(path)
+            for old in skipped if self.group.is_first else ():
+                old.rename(old.with_name(f"{old.name}.{uuid.uuid4().hex}.damaged"))
+            self._damaged.clear()
 
         def remove_old() -> None:
             # Damaged checkpoints do not count, so that `keep` readable checkpoints are always left.
             for old in [path for path in self._paths() if _is_whole(path)][: -self.keep]:
-                shutil.rmtree(old)
+                if not others_in(self.api, old):  # whoever put files there wants to keep it
+                    remove_directory(old)
 
         pending = _Pending(step)
         try:
@@ -330,6 +346,9 @@ class RunDirectory:
 
 
 def _is_whole(path: Path) -> bool:
+    """Return whether a checkpoint has a manifest of this version, and files of the right sizes."""
+    if path.is_symlink():
+        return False
     try:
         Checkpoint.open("", path)
     except ValueError:

@@ -6,6 +6,7 @@ metadata of our files has a checksum of all bytes of the file, computed with zer
 
 from __future__ import annotations
 
+import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping
@@ -15,8 +16,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from .._runs.atomic_write import write_atomically
-from .._runs.processes import Damaged
+from .._core.version import __version__
+from .._files.atomic_write import write_atomically
+from .._files.errors import Damaged, OtherVersion
+from .._files.reading import open_file
 
 _DIGITS = b"00000000"
 _METADATA = {"plurax.format": "1", "plurax.checksum": _DIGITS.decode()}
@@ -43,19 +46,34 @@ def write(api: str, path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 def reading(api: str, path: Path) -> Iterator[Any]:
     """Open a file with the library; raise if it is damaged, or written by a later version."""
     library = _library(api)
-    with path.open("rb") as raw:
-        try:
-            file = library.safe_open(path, "np")
-        except Exception as error:  # the library raises errors of its own and of the system for the same fact
-            raise _damaged(api, path, f"it is not a complete safetensors file ({error})") from error
-        with file:
-            metadata = file.metadata() or {}
-            if any("plurax" in name for name in metadata):  # files of other libraries have no checksum
-                if metadata.keys() != _METADATA.keys() or not _is_as_saved(raw):
-                    raise _damaged(api, path, "its bytes are not those that were saved")
-                if metadata["plurax.format"] != _METADATA["plurax.format"]:
-                    raise ValueError(f"{api}: {path} was written by a later version; read it with that version.")
-            yield file
+    with _opened(api, library, path) as (raw, file):
+        metadata = file.metadata() or {}
+        if any("plurax" in name for name in metadata):  # files of other libraries have no checksum
+            if metadata.keys() != _METADATA.keys() or not _is_as_saved(raw):
+                raise _damaged(api, path, "its bytes are not those that were saved")
+            if (version := metadata["plurax.format"]) != _METADATA["plurax.format"]:
+                this = f"version {version} of the format, but plurax {__version__} reads version 1"
+                raise OtherVersion(f"{api}: {path} has {this}; use a release that reads version {version}.")
+        yield file
+
+
+@contextmanager
+def _opened(api: str, library: Any, path: Path) -> Iterator[tuple[BinaryIO, Any]]:
+    """Open a file twice, the second time with the library; both are the same, also if it is being replaced."""
+    while True:
+        with open_file(f"{api}: {path}", path) as raw:
+            try:
+                file = library.safe_open(path, "np")
+            except (OSError, MemoryError):
+                raise
+            except Exception as error:  # one of the library's own
+                if not os.path.samestat(os.fstat(raw.fileno()), os.stat(path)):
+                    continue
+                raise _damaged(api, path, f"it is not a complete safetensors file ({error})") from error
+            with file:
+                if os.path.samestat(os.fstat(raw.fileno()), os.stat(path)):
+                    yield raw, file
+                    return
 
 
 def read_array(api: str, file: Any, path: Path, name: str) -> np.ndarray:

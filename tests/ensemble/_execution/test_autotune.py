@@ -21,6 +21,8 @@ from plurax.ensemble._execution import autotune, search
 from plurax.ensemble._execution.executor import Executor, StepInputs
 from plurax.ensemble._members.strategy import Execution
 
+from ..._files import entries_of
+
 VMAP = Execution("vmap")
 
 
@@ -221,12 +223,12 @@ class Test_a_trainer:
             shutil.copytree(tmp_path / "whole", directory)
             if content is not None:
                 (directory / "executions.json").write_text(content)
-            before = json.loads((directory / "step_00000020" / "plurax.json").read_text())
+            before = entries_of(directory / "step_00000020" / "plurax.json")["about"]["settings"]
             monkeypatch.setattr(autotune, "_remembered", {})
             trainer = auto()
             trainer.fit(trainer.init(ens), batches, checkpoint_dir=directory, **options)
             assert trainer.explain() is None
-            after = json.loads((directory / "step_00000060" / "plurax.json").read_text())
+            after = entries_of(directory / "step_00000060" / "plurax.json")["about"]["settings"]
             assert [after[name] for name in Execution._fields] == [before[name] for name in Execution._fields]
 
     def test_refuses_invalid_cache_locations(self, tmp_path, plain, cross_entropy, make_batches) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,8 @@ from flax import nnx
 
 from plurax.ensemble import Committee, Ensemble, greedy_selection, metrics
 from plurax.ensemble.calibration import fit_temperature
+
+from ..._files import rewrite
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(6, 4)).astype(np.float32), RNG.integers(0, 3, 6)
@@ -108,11 +109,11 @@ def test_a_directory_holds_all_groups(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"^Committee.load: there is no committee at"):
         Committee.load(tmp_path / "nothing", committee)
     (tmp_path / "other").mkdir()
-    with pytest.raises(FileExistsError, match=r"^Committee.save: .* exists and is no committee"):
+    with pytest.raises(FileExistsError, match=r"^Committee.save: .* exists and is no whole committee of this version"):
         committee.save(tmp_path / "other")
     manifest = tmp_path / "committee" / "committee.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "weights": [1.0]}))
-    with pytest.raises(ValueError, match="holds no committee, or is damaged"):
+    rewrite(manifest, lambda entries: entries.update(weights=[1.0]))
+    with pytest.raises(ValueError, match=r"is damaged: Committee: weights must have shape \(6,\)"):
         Committee.load(tmp_path / "committee", committee)
 
 

@@ -1,5 +1,4 @@
 import functools
-import json
 import os
 import re
 import resource
@@ -18,6 +17,8 @@ import pytest
 
 from plurax.ensemble import Ensemble, Trainer
 from plurax.ensemble._training import checkpoint as checkpoint
+
+from ..._files import entries_of
 
 
 @pytest.fixture(scope="module")
@@ -242,17 +243,17 @@ def test_ctrl_c_writes_a_checkpoint(tmp_path, trainer, ens, make_batches):
 def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, trainer, ens, make_batches, assert_same):
     options = {"progress": False, "checkpoint_dir": tmp_path, "checkpoint_every": 2}
     trainer.fit(trainer.init(ens), make_batches(9)[:4], **options)
-    with open(tmp_path / "step_00000004" / "history.npz", "r+b") as file:
+    with open(tmp_path / "step_00000004" / "history.bin", "r+b") as file:
         file.truncate(10)
     whole, _ = trainer.fit(trainer.init(ens), make_batches(9), progress=False)
-    with pytest.warns(UserWarning, match=r"history.npz has 10 bytes instead of \d+. It is skipped"):
+    with pytest.warns(UserWarning, match=r"history.bin has 10 bytes instead of \d+. It is skipped"):
         state, _ = trainer.fit(trainer.init(ens), make_batches(9), **options)
     assert_same(state, whole)
 
 
 # Orbax starts all its reads at once; after the first failure, the others fail unobserved.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("name", ["arrays/0/ensemble.bin", "history.npz", "plurax.json"])
+@pytest.mark.parametrize("name", ["arrays/0/ensemble.bin", "history.bin", "plurax.json"])
 def test_changed_bytes_damage_a_checkpoint_too(tmp_path, trainer, ens, make_batches, assert_same, name):
     """Training to its step again replaces it under the same name."""
     options = {"progress": False, "checkpoint_dir": tmp_path, "checkpoint_every": 2}
@@ -353,8 +354,8 @@ def test_the_chosen_strategy_is_part_of_the_checkpoint(tmp_path, ens, cross_entr
 
 
 def settings(path):
-    manifest = json.loads((path / "plurax.json").read_text())
-    return manifest["strategy"], manifest["chunk_size"]
+    settings = entries_of(path / "plurax.json")["about"]["settings"]
+    return settings["strategy"], settings["chunk_size"]
 
 
 @pytest.mark.slow

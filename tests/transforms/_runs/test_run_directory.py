@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import json
 import os
 import re
 import shutil
@@ -22,10 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from plurax.transforms._files.document import document
 from plurax.transforms._runs import checkpoint_writer, run_directory
-from plurax.transforms._runs.checkpoint import Checkpoint, outline
+from plurax.transforms._runs.checkpoint import Checkpoint
 from plurax.transforms._runs.checkpoint_writer import CheckpointWriter
 from plurax.transforms._runs.held_rows import copied
+from plurax.transforms._runs.manifest import About, outline
 from plurax.transforms._runs.processes import Group
 from plurax.transforms._runs.run_directory import Resume, RunDirectory
 
@@ -43,7 +44,7 @@ OUTLINES = {"state": outline(STATE, drop_axis=True)}
 
 
 def begun(path: Path, state: Any = STATE) -> CheckpointWriter:
-    return CheckpointWriter.begin("fit", path, {"state": state}, 2, outlines=OUTLINES, copies=True)
+    return CheckpointWriter.begin("fit", path, {"state": state}, 2, outlines=OUTLINES, about=About(), copies=True)
 
 
 def read(path: Path) -> Any:
@@ -162,14 +163,14 @@ def test_copies_are_freed_when_they_cannot_be_written(tmp_path: Path, monkeypatc
 
 
 def test_after_its_note_a_process_leaves_the_directory_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer, write = begun(tmp_path / "step_00000007"), Path.write_text
+    writer, write = begun(tmp_path / "step_00000007"), Path.write_bytes
 
-    def publish(path: Path, text: str) -> int:
-        size = write(path, text)
+    def publish(path: Path, content: bytes) -> int:
+        size = write(path, content)
         writer.unfinished.rename(tmp_path / "elsewhere")
         return size
 
-    monkeypatch.setattr(Path, "write_text", publish)
+    monkeypatch.setattr(Path, "write_bytes", publish)
     writer.leave_note(writer.write_rows())
     assert names(tmp_path) == ["elsewhere"]
 
@@ -203,7 +204,7 @@ def leave_note(directory: Path, seconds: float = 0.2) -> None:
         time.sleep(0.05)
     (unfinished / "arrays" / "1").unlink()
     (unfinished / "notes").mkdir(exist_ok=True)
-    (unfinished / "notes" / "1.json").write_text(json.dumps({"checksums": {}, "files": {}}))
+    (unfinished / "notes" / "1.json").write_bytes(b"".join(document("plurax note", 1, {"checksums": {}, "files": {}})))
 
 
 def test_what_processes_say_is_enough_if_a_note_is_not_seen(with_another: None, tmp_path: Path) -> None:

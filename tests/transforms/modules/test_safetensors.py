@@ -8,7 +8,7 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
-from plurax.transforms._runs.processes import Damaged
+from plurax.transforms._files.errors import Damaged
 from plurax.transforms.modules import _safetensors, load_params, save_params
 from plurax.transforms.modules._safetensors import read_array, reading, write
 
@@ -130,7 +130,7 @@ def test_later_formats_are_reported(path: Path, monkeypatch: pytest.MonkeyPatch)
         patch.setitem(_safetensors._METADATA, "plurax.format", "2")
         write("save", path, ARRAYS)
         assert read(path)
-    with pytest.raises(ValueError, match=r"load: .* was written by a later version; read it with that"):
+    with pytest.raises(ValueError, match=r"load: .* has version 2 of the format, but plurax .* reads version 1; use a"):
         read(path)
 
 

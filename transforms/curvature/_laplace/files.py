@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,42 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..._core.arguments import describe
 from ..._core.prng import is_key
+from ..._core.version import __version__
+from ..._files.document import parse_json
+from ..._files.errors import Damaged, OtherVersion
+from ..._files.schema import decode
 from ...modules._safetensors import read_array, reading, write
-from .._blocks import EigenBlock
+from .._blocks import EigenBlock, Sides
 from .._kronecker import KroneckerFactors
 from .spectrum import Spectrum
 
 _VERSION = 1
+
+
+@dataclass(frozen=True)
+class _About:
+    """What a file says besides its arrays.
+
+    Attributes:
+      version: that of the format.
+      size: the number of examples.
+      params: the number of arrays of parameters.
+      blocks: the layout of each block of the curvature; None for eigenvectors.
+    """
+
+    version: int
+    size: int
+    params: int
+    blocks: list[Sides] | None
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"the number of examples is {self.size}")
+        for sides in self.blocks or ():
+            if sorted(axis for axes in sides.axes for axis in axes) != [*range(len(sides.shape))]:
+                raise ValueError(f"a block of shape {sides.shape} has axes {sides.axes}")
 
 
 def written(
@@ -52,32 +82,62 @@ def read(api: str, path: Path, like: Sequence[Any]) -> tuple[int, list[Any], Any
     """
     path = path.expanduser().resolve()
     with reading(api, path) as file:
+        names = set(file.keys())
+        if "about" not in names:
+            raise ValueError(f"{api}: {path} has no Laplace approximation.")
 
         def of(name: str) -> jax.Array:
-            return jnp.asarray(read_array(api, file, path, name))
+            if name not in names:
+                raise Damaged(f"{api}: {path} is damaged: it has no array {name!r}.")
+            return _checked(api, path, name, read_array(api, file, path, name))
 
-        if "about" not in set(file.keys()):
-            raise ValueError(f"{api}: {path} has no Laplace approximation.")
-        about = json.loads(bytes(np.asarray(of("about"))))
-        if about["version"] != _VERSION:
-            raise ValueError(f"{api}: {path} was written by a later version; read it with that version.")
-        if about["params"] != len(like):
-            raise ValueError(f"{api}: {path} has {about['params']} arrays of parameters, but params has {len(like)}.")
+        def shaped(name: str, *shapes: tuple[int, ...]) -> jax.Array:
+            array = of(name)
+            if array.shape not in shapes or not jnp.issubdtype(array.dtype, jnp.floating):
+                raise Damaged(f"{api}: {path} is damaged: {name!r} is {describe(array)}.")
+            return array
+
+        try:
+            about = decode(_About, parse_json(bytes(read_array(api, file, path, "about"))), "about")
+        except ValueError as error:
+            raise Damaged(f"{api}: {path} is damaged: {error}.") from error
+        if about.version != _VERSION:
+            this = f"version {about.version} of the format, but plurax {__version__} reads version {_VERSION}"
+            raise OtherVersion(f"{api}: {path} has {this}; use a release that reads version {about.version}.")
+        if about.params != len(like):
+            raise ValueError(f"{api}: {path} has {about.params} arrays of parameters, but params has {len(like)}.")
         params = []
         for i, old in enumerate(like):
-            found = of(f"params.{i}")
-            found = jax.random.wrap_key_data(found, impl=jax.random.key_impl(old)) if is_key(old) else found
-            if jnp.shape(found) != jnp.shape(old):
-                raise ValueError(f"{api}: array {i} of {path} has shape {found.shape}, but that of params {old.shape}.")
-            params.append(found)
+            array = of(f"params.{i}")
+            data = jax.eval_shape(jax.random.key_data, old) if is_key(old) else jax.typeof(old)
+            if (array.shape, array.dtype) != (data.shape, data.dtype):
+                raise ValueError(
+                    f"{api}: array {i} of {path} is {describe(array)}, but that of params {describe(old)}."
+                )
+            params.append(jax.random.wrap_key_data(array, impl=jax.random.key_impl(old)) if is_key(old) else array)
         curvature: Any
-        if about["blocks"] is None:
-            curvature = Spectrum(of("values"), of("vectors"), None)
+        if about.blocks is None:
+            vectors = of("vectors")
+            if vectors.ndim != 2:
+                raise Damaged(f"{api}: {path} is damaged: 'vectors' is {describe(vectors)}.")
+            curvature = Spectrum(shaped("values", vectors.shape[:1]), vectors, None)
         else:
             blocks = []
-            for i, block in enumerate(about["blocks"]):
-                axes: Any = tuple(map(tuple, block["axes"]))
-                arrays = [of(f"{name}.{i}") for name in ("left", "right", "values")]
-                blocks.append(EigenBlock(axes, tuple(block["shape"]), *arrays))
+            for i, sides in enumerate(about.blocks):
+                s, p, d = sides.sizes()
+                left, right = shaped(f"left.{i}", (s, p, p), (s, p)), shaped(f"right.{i}", (s, d, d), (s, d))
+                blocks.append(EigenBlock(sides.axes, sides.shape, left, right, shaped(f"values.{i}", (s, p, d))))
             curvature = KroneckerFactors(tuple(blocks), None)
-        return about["size"], params, curvature, {name: of(name) for name in ("prior_precision", "mean_loss")}
+        scalars = {name: shaped(name, ()) for name in ("prior_precision", "mean_loss")}
+        if not scalars["prior_precision"] > 0:
+            raise Damaged(f"{api}: {path} is damaged: 'prior_precision' is {scalars['prior_precision']}.")
+        return about.size, params, curvature, scalars
+
+
+def _checked(api: str, path: Path, name: str, x: np.ndarray) -> jax.Array:
+    """Return an array of JAX; raise if its numbers are not finite, or if JAX would cut them to 32 bits."""
+    if jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
+        raise ValueError(f"{api}: {name!r} of {path} has dtype {x.dtype}, which needs jax_enable_x64; enable it.")
+    if jnp.issubdtype(x.dtype, jnp.inexact) and not np.isfinite(x).all():
+        raise ValueError(f"{api}: {name!r} of {path} has numbers that are not finite; fit the distribution anew.")
+    return jnp.asarray(x)

@@ -227,7 +227,14 @@ class Laplace:
         size, arrays, curvature, scalars = read("Laplace.load", Path(path), leaves)
         params = jax.tree.unflatten(structure, arrays)
         made = Laplace(params, curvature, scalars["prior_precision"], scalars["mean_loss"], size, model, argnums)
-        structure = made._parameters()[1]
+        of, structure = made._parameters()
+        shapes = [jnp.shape(x) for x in of.parameters]
+        if isinstance(curvature, Spectrum):
+            fits = curvature.vectors.shape[1] == sum(map(math.prod, shapes))
+        else:
+            fits = [block.shape for block in curvature.blocks] == shapes
+        if not fits:
+            raise ValueError(f"Laplace.load: {path} has the curvature of other parameters; pass its model and wrt.")
         return replace(made, curvature=replace(curvature, structure=structure))
 
     def _root(self, v: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Literal
@@ -69,15 +69,6 @@ class Ledger:
     def bands(self) -> int:
         """Return the number of bands of the strategy; with Poisson sampling, that of the groups of examples."""
         return len(self.strategy)
-
-    @classmethod
-    def read(cls, written: Mapping[str, Any]) -> Ledger:
-        """Return a ledger from the entries of `dataclasses.asdict`, after a round trip through JSON."""
-        adaptive = written.get("adaptive")
-        adaptive = None if adaptive is None else AdaptiveClipping(**adaptive)
-        truncation = written.get("truncation")
-        tuples = {"strategy": tuple(written["strategy"]), "truncation": truncation and tuple(truncation)}
-        return cls(**{**written, **tuples, "adaptive": adaptive})
 
     def event(self, steps: int, models: int = 1) -> Any:
         """Return the `dp_accounting.DpEvent` of the first `steps` steps of `models` models together."""

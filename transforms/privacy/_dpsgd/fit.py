@@ -211,5 +211,5 @@ def _save(
 ) -> None:
     """Write a checkpoint of a run with its history; `whole` adds the frozen arrays to a state."""
     clock.begin()
-    parts = whole(state), recorder.arrays(), identity.manifest()
+    parts = whole(state), recorder.arrays(), identity.record()
     store.write(int(state.step), lambda path: begin_writing("DPSGD.fit", path, *parts, copies=True), clock.end)

@@ -11,7 +11,8 @@ import numpy as np
 
 from ..._core.arguments import describe, is_int
 from ..._models.split_model import Members, Model
-from ..._runs.checkpoint import Checkpoint
+from ..._runs.checkpoint import read_checkpoint
+from ..._runs.processes import Group
 from . import settings
 from .accounting import Accountant, Ledger
 from .sampling import SampledBatches
@@ -211,4 +212,4 @@ class Mechanism:
             settings or another model; the error names the first difference.
         """
         check_state("DPSGD.load", like, self.ledger)
-        return read_state(Checkpoint.open("DPSGD.load", path), like)
+        return read_checkpoint("DPSGD.load", path, lambda found: read_state(found, like), Group.of(like))

@@ -13,10 +13,12 @@ import numpy as np
 
 from ..._core.arguments import describe, leaf_name
 from ..._core.compat import Tracer
+from ..._files.schema import decode
 from ..._models.equinox import is_array, released
 from ..._models.split_model import M, merge_tree, shared_variable
-from ..._runs.checkpoint import Checkpoint, outline
+from ..._runs.checkpoint import Checkpoint
 from ..._runs.checkpoint_writer import CheckpointWriter
+from ..._runs.manifest import About, RunRecord, outline
 from .accounting import Ledger
 from .model_loss import warn_of_shared_keys
 
@@ -144,16 +146,16 @@ def begin_writing(
     path: Path,
     state: DPState,
     history: Mapping[str, np.ndarray] | None = None,
-    more: Mapping[str, Any] | None = None,
+    run: RunRecord | None = None,
     *,
     copies: bool = False,
 ) -> CheckpointWriter:
-    """Begin a checkpoint of a state, with its ledger, its step, optionally a history, and `more` in the manifest.
+    """Begin a checkpoint of a state, with its ledger, its step, optionally a history, and the run that writes it.
 
     Only the owner of the files can read them, since they hold the keys.
     """
     # The manifest holds the step and the ledger in readable form; JSON preserves Python's numbers exactly.
-    about = {"step": int(state.step), "ledger": asdict(state.ledger), **(more or {})}
+    about = About(step=int(state.step), ledger=asdict(state.ledger), run=run)
     parts, outlines = as_member(state)
     options: dict[str, Any] = {"about": about, "history": history, "copies": copies, "secret": True}
     return CheckpointWriter.begin(api, path, parts, 1, outlines=outlines, **options)
@@ -162,9 +164,15 @@ def begin_writing(
 def read_state(checkpoint: Checkpoint, like: DPState[M]) -> DPState[M]:
     """Return the state of a checkpoint in the form of `like`; raise if its settings or its model differ."""
     read = checkpoint.load(*as_member(like), 1)[_PART]
-    written = checkpoint.manifest["ledger"]
-    _check_ledger(f"{checkpoint}", Ledger.read(written), like.ledger)
-    step = jnp.asarray(checkpoint.manifest["step"], like.step.dtype)
+    about = checkpoint.about
+    if about.ledger is None or about.step is None:
+        raise ValueError(f"{checkpoint} is not of a private run; read it with the function for what it holds.")
+    try:
+        ledger = decode(Ledger, about.ledger, "ledger")
+    except ValueError as error:
+        raise checkpoint.damaged(error) from error
+    _check_ledger(f"{checkpoint}", ledger, like.ledger)
+    step = jnp.asarray(about.step, like.step.dtype)
     return replace(like, **jax.tree.map(lambda x: x[0], read), step=step)
 
 

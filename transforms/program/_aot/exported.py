@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import json
+import math
 import os
-import zlib
+import re
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,49 @@ from jax import export
 
 from ..._core.arguments import describe, leaf_name
 from ..._core.prng import is_key
-from ..._runs.atomic_write import write_atomically
+from ..._files.document import read_document, write_document
+from ..._files.errors import Damaged
+from ..._files.schema import decode
 
-_MAGIC = b"plurax exported 1\n"
+_FORMAT = "plurax exported"
+# Operations that call code outside the program. These targets are parts of XLA, and of the libraries of numerics behind
+# `jax.numpy.linalg` and random numbers. Others, which are refused unless they are allowed by name, may reach Python:
+# among them are JAX's callbacks, whose operation holds the address of a function.
+_CALL = re.compile(r'\w*hlo\.(?:custom_call\w*"?\s*(?:@("(?:[^"\\]|\\.)*"|[\w$.-]+))?|(send|recv|infeed|outfeed)\b)')
+_NATIVE = re.compile(
+    r"(lapack|cusolver|cusparse|cublas|hipsolver|hipsparse|hipblas)_\w+|(cu|hip)_\w+|SPMD\w+|Sharding|Qr|Eigh|"
+    r"LuDecomposition|ProductOfElementaryHouseholderReflectors|(Approx)?TopK|AllocateBuffer|shape_assertion|"
+    r"annotate_device_placement|stablehlo\.dynamic_\w+|tpu_custom_call|mosaic_gpu\w*|__cu\w+|__gpu\w+|xla\.gpu\.\w+"
+)
+
+
+@dataclass(frozen=True)
+class _Array:
+    """An array in the file."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class _Description:
+    """What the file says of itself; see `Exported.description`."""
+
+    model: str
+    kind: str
+    inputs: list[str]
+    outputs: dict[str, str]
+    platforms: list[str]
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _Header:
+    """The description, the number of bytes of the program, and the arrays that follow it."""
+
+    description: _Description
+    program: int
+    arrays: list[_Array]
 
 
 class Exported:
@@ -31,9 +72,11 @@ class Exported:
       program: the program, whose first argument is a list of arrays.
       arrays: these arrays.
       description: as below.
+      custom_calls: as below.
 
     Attributes:
       description: what the file says of itself: the model, its inputs and outputs, platforms and versions.
+      custom_calls: the names of the code outside the program that it calls, such as that of a decomposition.
 
     Examples:
       >>> import tempfile
@@ -48,8 +91,14 @@ class Exported:
       {'entropy': (7,), 'mean': (7, 3)}
     """
 
-    def __init__(self, program: export.Exported, arrays: list[Any], description: dict[str, Any]) -> None:
-        self.description = description
+    def __init__(
+        self,
+        program: export.Exported,
+        arrays: list[Any],
+        description: dict[str, Any],
+        custom_calls: Sequence[str] = (),
+    ) -> None:
+        self.description, self.custom_calls = description, tuple(custom_calls)
         self._inputs = program.in_avals[len(arrays) :]
         self._structure = jax.tree.unflatten(program.in_tree, program.in_avals)[0][1]
         self._arrays, self._call = [jnp.asarray(x) for x in arrays], jax.jit(program.call)
@@ -80,11 +129,13 @@ class Exported:
         return f"Exported({self.description['model']}: {', '.join(self.description['outputs'])})"
 
 
-def load_exported(path: str | os.PathLike[str]) -> Exported:
+def load_exported(path: str | os.PathLike[str], *, allow_custom_calls: Sequence[str] = ()) -> Exported:
     """Read a program that `plurax.ensemble.export` wrote, with JAX and flatbuffers alone: it has no Python code.
 
     Args:
       path: the file.
+      allow_custom_calls: names of code outside the program that it may call although the code may reach Python. Allow
+        only what you have registered yourself, for files that you trust.
 
     Returns:
       An `Exported`: a function of a batch that returns a dict of arrays. On the platform where it was exported, they
@@ -92,7 +143,9 @@ def load_exported(path: str | os.PathLike[str]) -> Exported:
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: it is not such a file, or it is damaged.
+      ValueError: it is not such a file, is damaged, or of another version; it calls code that may reach Python, and is
+        not in `allow_custom_calls`.
+      OSError: it cannot be read.
       ModuleNotFoundError: the extra is missing: `pip install 'plurax[export]'`.
 
     Cost:
@@ -116,26 +169,46 @@ def load_exported(path: str | os.PathLike[str]) -> Exported:
     """
     check_library("load_exported")
     path = Path(path)
-    data = memoryview(path.read_bytes())
-    if bytes(data[: len(_MAGIC)]) != _MAGIC:
-        raise ValueError(f"load_exported: {path} is not a program that plurax.ensemble.export wrote.")
+    what = f"load_exported: {path}"
+    found = read_document(what, path, _FORMAT, 1)
     try:
-        start = len(_MAGIC) + 8
-        end = start + int.from_bytes(data[len(_MAGIC) : start], "little")
-        header = json.loads(bytes(data[start:end]))
-        content = data[end:]
-        if zlib.crc32(content) != header["checksum"]:
-            raise ValueError("its bytes are not those that were written")
-        program = export.deserialize(bytearray(content[: header["program"]]))
-        arrays, at = [], header["program"]
-        for entry in header["arrays"]:
-            dtype = jnp.dtype(entry["dtype"])
-            size = dtype.itemsize * int(np.prod(entry["shape"], dtype=np.int64))
-            arrays.append(np.frombuffer(content[at : at + size], dtype).reshape(entry["shape"]))
+        header = decode(_Header, found.entries, "header")
+        program = _deserialized(found.content[: header.program])
+        arrays, at = [], header.program
+        for like, array in zip(program.in_avals, header.arrays, strict=False):
+            if (tuple(like.shape), str(like.dtype)) != (array.shape, array.dtype):
+                raise ValueError(
+                    f"an array of shape {array.shape} and dtype {array.dtype} is not what the program takes"
+                )
+            size = like.dtype.itemsize * math.prod(array.shape)
+            arrays.append(np.frombuffer(found.content[at : at + size], like.dtype).reshape(array.shape))
             at += size
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"load_exported: {path} is damaged: {error}.") from error
-    return Exported(program, arrays, header["description"])
+        if at != len(found.content) or len(arrays) != len(header.arrays):
+            raise ValueError("its arrays are not those that the program takes")
+        exported = Exported(program, arrays, asdict(header.description), custom_calls(program))
+    except ValueError as error:
+        raise Damaged(f"{what} is damaged: {error}.") from error
+    allowed = set(allow_custom_calls)
+    if others := [x for x in exported.custom_calls if not _NATIVE.fullmatch(x) and x not in allowed]:
+        remedy = f"if you trust the file, and this code is yours, pass allow_custom_calls={others}"
+        raise ValueError(f"{what} calls code that may reach Python: {', '.join(others)}; {remedy}.")
+    return exported
+
+
+def custom_calls(program: export.Exported) -> list[str]:
+    """Return the names of the code outside a program that it calls, in its order; those without a name are "?"."""
+    text = program.mlir_module()
+    names = [(match[1] or match[2] or "?").strip('"') for match in _CALL.finditer(text)]
+    return list(dict.fromkeys(names))
+
+
+def _deserialized(data: memoryview) -> export.Exported:
+    try:
+        return export.deserialize(bytearray(data))
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # JAX, flatbuffers and MLIR raise many types
+        raise ValueError(f"its program cannot be read ({type(error).__name__}: {error})") from error
 
 
 def check_library(api: str) -> None:
@@ -152,11 +225,6 @@ def write_exported(path: Path, program: export.Exported, arrays: Sequence[Any], 
     """Write a program whose first argument is a list of these arrays, atomically."""
     held = [np.ascontiguousarray(jax.random.key_data(x) if is_key(x) else x) for x in arrays]
     serialized = bytes(program.serialize(vjp_order=0))
-    pieces = [serialized, *(x.tobytes() for x in held)]
-    checksum = 0
-    for piece in pieces:
-        checksum = zlib.crc32(piece, checksum)
-    entries = [{"shape": list(x.shape), "dtype": str(x.dtype)} for x in held]
-    header = {"description": description, "program": len(serialized), "arrays": entries, "checksum": checksum}
-    encoded = json.dumps(header).encode()
-    write_atomically(path, [_MAGIC, len(encoded).to_bytes(8, "little"), encoded, *pieces])
+    of_arrays = [_Array(x.shape, str(x.dtype)) for x in held]
+    header = _Header(_Description(**description), len(serialized), of_arrays)
+    write_document(path, _FORMAT, 1, asdict(header), [serialized, *(memoryview(x.tobytes()) for x in held)])

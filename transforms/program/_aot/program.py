@@ -39,12 +39,12 @@ class AotProgram:
       call: the call that it was compiled for.
       path: its file.
       run: the program as a function of the leaves of the arguments.
-      line: the JSON line of the file while the program waits to be compared with `fun`; otherwise None.
+      line: what the file says while the program waits to be compared with `fun`; otherwise None.
       stale: whether the comparison found a difference.
       returns_models: whether its result contains split models.
     """
 
-    def __init__(self, call: CallSignature, path: Path, run: Any, line: dict[str, Any] | None = None) -> None:
+    def __init__(self, call: CallSignature, path: Path, run: Any, line: file.Line | None = None) -> None:
         self.call, self.path, self.run, self.line, self.stale, self._process = call, path, run, line, False, os.getpid()
         # From the structure of the result, since searching every result for split models would take time.
         self.returns_models = any(x.node_data() and x.node_data()[0] is SplitModel for x in nodes(run.out_tree))
@@ -163,31 +163,31 @@ def prepare(call: CallSignature, directory: Path, known: Collection[AotProgram])
         warnings.warn(f"aot: {path} {unfit}; the program is compiled again, and the file replaced.", stacklevel=4)
     compiled = lower().program.compile()
     try:
-        file.write(path, {"program": identity} | _line(call, lower(), compiled), serialized(compiled))
+        file.write(path, _line(identity, call, lower(), compiled), serialized(compiled))
     except Exception as error:  # of many types, depending on the program
         message = f"aot: {path} cannot be written ({error}); other processes will compile the program again."
         warnings.warn(message, stacklevel=4)
     return AotProgram(call, path, compiled)
 
 
-def _line(call: CallSignature, lowered: Lowered, compiled: Any) -> dict[str, Any]:
-    """Return the entries of the JSON line that depend on the program."""
+def _line(identity: str, call: CallSignature, lowered: Lowered, compiled: Any) -> file.Line:
+    """Return what the file says of a program."""
     if jax.process_count() > 1:
         raise RuntimeError("the run has several processes")
-    line = {"devices": [device.id for device in devices_of(compiled)], "calls": lowered.calls}
+    line = file.Line(identity, [device.id for device in devices_of(compiled)], lowered.calls)
     if call.key is None:
         return line
-    return line | {"identity": lowered.identity, "out": written(compiled.out_tree, nodes(call.structure))}
+    return replace(line, identity=lowered.identity, out=written(compiled.out_tree, nodes(call.structure)))
 
 
-def _load(call: CallSignature, lower: Callable[[], Lowered], line: dict[str, Any], payload: bytes) -> Any:
+def _load(call: CallSignature, lower: Callable[[], Lowered], line: file.Line, payload: bytes) -> Any:
     """Load a program, after registering the functions that it calls outside XLA; raise `Unfit` if loading fails."""
-    if line["calls"]:  # JAX registers such functions during lowering; a call before that would crash
+    if line.calls:  # JAX registers such functions during lowering; a call before that would crash
         lower()
     try:
-        out_tree = lower().program.out_tree if call.key is None else read(line["out"], nodes(call.structure))
+        out_tree = lower().program.out_tree if call.key is None else read(line.out, nodes(call.structure))
         devices = {device.id: device for device in jax.devices(call.device.platform)}
         in_tree = jax.tree.structure((tuple(call.leaves), {}))
-        return loaded(payload, in_tree, out_tree, [devices[i] for i in line["devices"]])
+        return loaded(payload, in_tree, out_tree, [devices[i] for i in line.devices])
     except Exception as error:  # JAX, pickle and XLA raise many types
         raise file.Unfit(f"cannot be loaded ({type(error).__name__}: {error})") from error

@@ -1,51 +1,70 @@
-"""Files of compiled programs: a checksum of the rest, a line of JSON, and the program as serialized by JAX."""
+"""Files of compiled programs: what identifies one, and the program as serialized by JAX."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import stat
-from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..._runs.atomic_write import write_atomically
+from ..._files.document import parse_document, write_document
+from ..._files.errors import OtherVersion
+from ..._files.reading import open_file
+from ..._files.schema import decode
 
-_SIZE = hashlib.sha256().digest_size
+_FORMAT = "plurax program"
 
 
 class Unfit(Exception):
     """Raised if a file cannot be used. The message completes a sentence that begins with the path."""
 
 
-def read(file: Path, identity: str) -> tuple[dict[str, Any], bytes] | None:
-    """Return the JSON line and the program, or None if there is no file.
+@dataclass(frozen=True)
+class Line:
+    """What a file says of its program.
+
+    Attributes:
+      program: what identifies it.
+      devices: the numbers of its devices.
+      calls: the functions outside XLA that it calls.
+      identity: with a key, what identifies the code.
+      out: with a key, the structure of the results, as `call_structure.written` returns it.
+    """
+
+    program: str
+    devices: list[int]
+    calls: list[str]
+    identity: list[Any] | None = None
+    out: Any = None
+
+
+def read(file: Path, identity: str) -> tuple[Line, bytes] | None:
+    """Return what a file says of its program, and the program, or None if there is no file.
 
     Loading a program executes it, so check owner, checksum and identity first.
 
     Raises:
       PermissionError: another user may have written the file.
-      Unfit: the file cannot be read, is damaged, or was written for another identity and renamed.
+      Unfit: it is damaged, of another version, or was written for another identity and renamed.
+      OSError: it cannot be read.
     """
     try:
         # Check the owner of the opened file, since the path may be replaced at any time.
-        with file.open("rb") as opened:
-            found, content = os.fstat(opened.fileno()), opened.read()
+        with open_file("aot", file, file.parent) as opened:
+            _refuse_others(file, os.fstat(opened.fileno()))
+            found = parse_document(opened, _FORMAT, 1)
+            line = decode(Line, found.entries, "line")
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise Unfit(f"cannot be read ({error})") from error
-    _refuse_others(file, found)
-    rest = memoryview(content)[_SIZE:]  # no copy, since a program may be large
-    if hashlib.sha256(rest).digest() != content[:_SIZE]:
-        raise Unfit("is damaged: its checksum does not match its content")
-    end = content.index(b"\n", _SIZE)
-    line = json.loads(content[_SIZE:end])
+    except OtherVersion as error:
+        raise Unfit(f"{error}") from error
+    except ValueError as error:
+        raise Unfit(f"is damaged: {error}") from error
     # The name contains only a part of the identity, and files can be renamed or copied.
-    if line["program"] != identity:
+    if line.program != identity:
         raise Unfit("was written for another program, and renamed")
-    return line, content[end + 1 :]
+    return line, bytes(found.content)
 
 
 def _refuse_others(file: Path, found: os.stat_result) -> None:
@@ -74,7 +93,6 @@ def remove(file: Path) -> str:
     return "is removed"
 
 
-def write(file: Path, line: Mapping[str, Any], program: bytes) -> None:
+def write(file: Path, line: Line, program: bytes) -> None:
     """Write or replace a file atomically, so that no process reads a part of it."""
-    rest = json.dumps(line).encode() + b"\n" + program
-    write_atomically(file, (hashlib.sha256(rest).digest(), rest), mode=0o644)
+    write_document(file, _FORMAT, 1, asdict(line), [program], mode=0o644)

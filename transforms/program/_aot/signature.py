@@ -20,6 +20,7 @@ from ..._models.mutation import call_purely
 from ..._models.split_model import split_tree, splits_of
 from .call_structure import described, nodes, without_addresses, written
 from .environment import current_mesh, default_device, identity_of_environment, settings_of_jax
+from .program_file import Line
 
 _FORMAT = "4"
 # Custom calls that are built into XLA. JAX registers all others during lowering, so a program that is loaded into a
@@ -126,13 +127,13 @@ class Lowered:
     identity: list[Any]
     calls: list[str]
 
-    def is_of(self, call: CallSignature, line: dict[str, Any]) -> bool:
-        """Return whether the JSON `line` of a file belongs to this program."""
+    def is_of(self, call: CallSignature, line: Line) -> bool:
+        """Return whether what a file says is about this program."""
         try:
             out = written(self.program.out_tree, nodes(call.structure))
         except TypeError:  # such a result cannot be stored, so the file has another program
             return False
-        return [self.identity, out] == [line["identity"], line["out"]]
+        return [self.identity, out] == [line.identity, line.out]
 
 
 def abstract(x: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 from collections import Counter, defaultdict
@@ -19,12 +18,44 @@ from ..._core.arguments import check_count
 from ..._core.compat import Jaxpr, JaxprEqn, scan_counts
 from ..._core.jaxpr import CALLS, bodies, called
 from ..._core.machine import cores, processor
-from ..._runs.atomic_write import write_atomically
+from ..._files.document import parse_document, write_document
+from ..._files.reading import open_file
+from ..._files.schema import decode
 from .._ir.provenance import scope_of
 from .._ir.traced_program import TracedProgram
 from .timeline import Timeline, timelines
 
-_FORMAT = "plurax capture 1"
+_FORMAT = "plurax capture"
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """An operation in a file: its number of runs in a call, and its seconds in each timed call."""
+
+    op: str
+    scope: str
+    count: int
+    seconds: list[float]
+
+    def __post_init__(self) -> None:
+        if self.count < 0 or not all(0 <= x < math.inf for x in self.seconds):
+            raise ValueError(f"{self} needs a count and seconds that are finite and at least 0")
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What a file holds."""
+
+    name: str
+    program: str
+    machine: str
+    operations: list[_Operation]
+
+    def __post_init__(self) -> None:
+        names = {(row.op, row.scope) for row in self.operations}
+        timed = {len(row.seconds) for row in self.operations if row.seconds}
+        if len(names) < len(self.operations) or len(timed) > 1:
+            raise ValueError("an operation is repeated, or operations have different numbers of runs")
 
 
 @dataclass(frozen=True)
@@ -87,34 +118,21 @@ def capture(path: str | os.PathLike[str], fun: Callable[..., Any], *args: Any, r
         for (op, scope), count in found.counts.items()
     ]
     names = {"name": found.name, "program": found.program, "machine": found.machine}
-    content = {"format": _FORMAT, **names, "operations": operations}
-    write_atomically(Path(path), [(json.dumps(content, indent=1) + "\n").encode()])
+    write_document(Path(path), _FORMAT, 1, {**names, "operations": operations})
     return found
 
 
 def read_capture(api: str, path: str | os.PathLike[str]) -> Capture:
     """Read a capture from a file; raise if the file is not a capture."""
     try:
-        content = json.loads(Path(path).read_text())
-        if content["format"] != _FORMAT:
-            raise ValueError(f"its format is {content['format']!r}")
-        rows = content["operations"]
-        name, program, machine = names = [content[key] for key in ("name", "program", "machine")]
-        for row in rows:
-            times = row["seconds"]
-            # Compare `type`, since True is an instance of int.
-            fits = type(row["count"]) is int and row["count"] >= 0 and isinstance(times, list)
-            if not fits or not all(type(x) in (int, float) and 0 <= x < math.inf for x in times):
-                raise ValueError(f"{row} needs an int count and a list of seconds, all finite and at least 0")
-        if not all(isinstance(x, str) for x in [*names, *(row[key] for row in rows for key in ("op", "scope"))]):
-            raise ValueError("a name is not a string")
-        counts = {(row["op"], row["scope"]): row["count"] for row in rows}
-        times_of = {(row["op"], row["scope"]): list(map(float, row["seconds"])) for row in rows if row["seconds"]}
-        if len(counts) < len(rows) or len(set(map(len, times_of.values()))) > 1:
-            raise ValueError("an operation is repeated, or operations have different numbers of runs")
-    except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
+        with open_file(f"{api}: {os.fspath(path)!r}", Path(path)) as file:
+            found = parse_document(file, _FORMAT, 1, of_json=True)
+        content = decode(_Content, found.entries, "capture")
+    except ValueError as error:
         raise ValueError(f"{api}: {os.fspath(path)!r} is not a capture ({error}); write one with `capture`.") from error
-    return Capture(name, counts, times_of, program, machine)
+    counts = {(row.op, row.scope): row.count for row in content.operations}
+    seconds = {(row.op, row.scope): row.seconds for row in content.operations if row.seconds}
+    return Capture(content.name, counts, seconds, content.program, content.machine)
 
 
 def captures(prepared: Sequence[TracedProgram], repeats: int) -> list[Capture]:

@@ -9,7 +9,7 @@ import re
 import signal
 import stat
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,12 +23,15 @@ from flax import nnx
 
 from plurax.ensemble import Ensemble, Trainer, export, load, save
 from plurax.transforms._core.prng import is_key
+from plurax.transforms._files.schema import decode
 from plurax.transforms._runs import checkpoint_writer
 from plurax.transforms._runs.processes import Group
 from plurax.transforms._runs.run_directory import RunDirectory
 from plurax.transforms.modules import save_params
 from plurax.transforms.privacy import DPSGD
 from plurax.transforms.privacy._dpsgd.accounting import Ledger
+
+from ...._files import entries_of
 
 N = 40
 X = np.sin(np.arange(N * 4.0)).reshape(N, 4).astype(np.float32)
@@ -373,9 +376,9 @@ def test_a_state_is_saved_and_loaded_bit_for_bit(tmp_path: Any, dp: DPSGD, state
 
 def test_the_ledger_can_be_read_by_a_person(tmp_path: Any, dp: DPSGD, state: Any) -> None:
     dp.save(tmp_path / "a", state)
-    manifest = json.loads((tmp_path / "a" / "plurax.json").read_text())
-    assert manifest["step"] == 0
-    assert manifest["ledger"] == {
+    about = entries_of(tmp_path / "a" / "plurax.json")["about"]
+    assert about["step"] == 0
+    assert about["ledger"] == {
         "noise_multiplier": 1.3,
         "sampling_probability": 0.2,
         "l2_clip_norm": 0.7,
@@ -387,11 +390,9 @@ def test_the_ledger_can_be_read_by_a_person(tmp_path: Any, dp: DPSGD, state: Any
         "separation": None,
         "truncation": None,
     }
-    assert Ledger.read({**manifest["ledger"]}) == dp.ledger
-    before = {name: manifest["ledger"][name] for name in list(manifest["ledger"])[:5]}  # of checkpoints of version 0.1
-    assert Ledger.read(before) == dp.ledger
+    assert decode(Ledger, about["ledger"], "ledger") == dp.ledger
     of_groups = make(l2_clip_norm={"first": 0.7, "last": 0.7}).ledger
-    assert Ledger.read({**before, "l2_clip_norm": of_groups.l2_clip_norm}) == of_groups
+    assert decode(Ledger, json.loads(json.dumps(asdict(of_groups))), "ledger") == of_groups
 
 
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Any, dp: DPSGD, state: Any) -> None:
@@ -433,7 +434,7 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path: Any, dp: DPSGD, state: Any) -
     fit(dp, state, checkpoint_dir=tmp_path, checkpoint_every=6)
     manifest = tmp_path / "step_00000012" / "plurax.json"
     manifest.write_text(manifest.read_text().replace('"noise_multiplier": 1.3', '"noise_multiplier": 9.9'))
-    with pytest.warns(UserWarning, match=r"plurax.json has changed since it was written. It is skipped") as warned:
+    with pytest.warns(UserWarning, match=r"plurax.json: its checksum does not match .* It is skipped") as warned:
         after, _ = fit(dp, state, checkpoint_dir=tmp_path)
     assert warned[0].filename == __file__  # the caller's line
     assert int(after.step) == 12

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from plurax.transforms._files.document import write_document
 from plurax.transforms.program import Capture, TraceDiff, capture, trace_diff
 from plurax.transforms.program._profile.capture import count_operations
 
@@ -275,10 +276,13 @@ def test_plots_have_two_bars_for_each_operation() -> None:
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "capture.json"
     path.write_text("{}")
-    with pytest.raises(ValueError, match=r"trace_diff: '.*capture.json' is not a capture \('format'\); write one"):
+    with pytest.raises(
+        ValueError,
+        match=r"trace_diff: '.*capture.json' is not a capture \(it does not begin as",
+    ):
         trace_diff(path, path)
-    path.write_text('{"format": "other"}')
-    with pytest.raises(ValueError, match="is not a capture .its format is 'other'."):
+    write_document(path, "plurax other", 1, {})
+    with pytest.raises(ValueError, match="is not a capture .it is a plurax other, not a plurax capture."):
         trace_diff(path, path)
     path.write_bytes(b"\xff\x00")
     with pytest.raises(ValueError, match="is not a capture"):
@@ -286,22 +290,22 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         trace_diff(tmp_path / "none", path)
     row = {"op": "sin", "scope": "", "count": 1, "seconds": [1.0]}
-    content = {"format": "plurax capture 1", "name": "f", "program": "p", "machine": "m"}
+    content = {"name": "f", "program": "p", "machine": "m"}
     for rows, said in (
-        ([row | {"count": 2.7}], ".'op': 'sin'.* needs an int count"),
-        ([row | {"count": -1}], ".'op': 'sin'.* needs an int count"),
-        ([row | {"seconds": "12"}], ".'op': 'sin'.* and a list of seconds, all finite"),
-        ([row | {"seconds": [float("nan")]}], ".'op': 'sin'.* and a list of seconds, all finite"),
-        ([row | {"seconds": [-1.0]}], ".'op': 'sin'.* and a list of seconds, all finite"),
+        ([row | {"count": 2.7}], r"`capture.operations\[0\].count` is 2.7, but must be of type int"),
+        ([row | {"count": -1}], ".*op='sin'.* needs a count and seconds that are finite"),
+        ([row | {"seconds": "12"}], r"`capture.operations\[0\].seconds` is '12', but must be of type list"),
+        ([row | {"seconds": [float("nan")]}], ".*op='sin'.* needs a count and seconds that are finite"),
+        ([row | {"seconds": [-1.0]}], ".*op='sin'.* needs a count and seconds that are finite"),
         ([row, row], "an operation is repeated"),
-        ([row | {"op": 3}], "a name is not a string"),
+        ([row | {"op": 3}], r"`capture.operations\[0\].op` is 3, but must be of type str"),
         ([row, row | {"op": "cos", "seconds": [1.0, 2.0]}], ".* or operations have different numbers of runs"),
     ):
-        path.write_text(json.dumps({**content, "operations": rows}))
+        write_document(path, "plurax capture", 1, {**content, "operations": rows})
         with pytest.raises(ValueError, match=f"is not a capture .{said}"):
             trace_diff(path, path)
-    path.write_text(json.dumps({**content, "machine": None, "operations": [row]}))
-    with pytest.raises(ValueError, match="a name is not a string"):
+    write_document(path, "plurax capture", 1, {**content, "machine": None, "operations": [row]})
+    with pytest.raises(ValueError, match="`capture.machine` is None, but must be of type str"):
         trace_diff(path, path)
     with pytest.raises(TypeError, match="trace_diff: control and test must both be functions, or both be paths"):
         trace_diff(path, jnp.sin, X)

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from plurax.transforms._runs import lock
-from plurax.transforms._runs.lock import locked
+from plurax.transforms._files import lock
+from plurax.transforms._files.lock import locked
 
 HOST = socket.gethostname()
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from plurax.transforms._runs.atomic_write import write_atomically
+from plurax.transforms._files.atomic_write import write_atomically
 
 
 def test_pieces_are_written_in_order_into_a_new_folder(tmp_path: Path) -> None:

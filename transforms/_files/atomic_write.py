@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import uuid
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -42,17 +44,40 @@ def sync(path: Path) -> None:
 
 
 def replace_directory(new: Path, path: Path) -> None:
-    """Replace the directory `path` with `new`. Between the two renames `path` is absent, but never incomplete."""
-    # A single rename cannot replace a directory that is not empty.
-    old = new.with_suffix(".replaced")
-    if not path.exists():
-        new.rename(path)
-    else:
-        path.rename(old)
-        try:
-            new.rename(path)
-        except BaseException:
-            old.rename(path)
-            raise
+    """Replace the directory `path` with `new`. Between the two renames `path` is absent, but never incomplete.
+
+    Of several processes that do it at the same time, the last one wins.
+    """
+    aside: list[Path] = []
+    try:
+        # A single rename cannot replace a directory that is not empty.
+        while not _renamed(new, path):
+            old = new.with_name(f"{new.name.removesuffix('.unfinished')}.{len(aside)}.replaced")
+            with suppress(FileNotFoundError):  # another process has moved it aside
+                path.rename(old)
+                aside.append(old)
+    except BaseException:
+        if aside:
+            _renamed(aside[-1], path)
+        raise
     sync(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    for old in aside:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_directory(path: Path) -> None:
+    """Remove a directory; whoever reads it meets all of its files or none."""
+    removed = path.with_name(f".{path.name}.{uuid.uuid4().hex}.removed")
+    path.rename(removed)
+    shutil.rmtree(removed)
+
+
+def _renamed(new: Path, path: Path) -> bool:
+    """Rename a directory; return whether there was none at the new path."""
+    try:
+        new.rename(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return False
+    return True

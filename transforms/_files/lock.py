@@ -6,11 +6,15 @@ import errno
 import json
 import os
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+
+from .document import parse_json
+from .schema import decode
 
 try:
     import fcntl
@@ -20,8 +24,17 @@ except ImportError:  # on Windows
 _NAME = "run.lock"
 # The errors with which a file system without locks answers.
 _NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS}
+_MOST = 4096  # bytes of a lock
 # The descriptors of the locks that this process holds.
 _held: set[int] = set()
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """The process that holds a lock."""
+
+    host: str
+    process: int
 
 
 @contextmanager
@@ -34,6 +47,7 @@ def locked(api: str, directory: Path) -> Iterator[None]:
 
     Raises:
       BlockingIOError: another run, of this process or another one, holds the lock.
+      FileExistsError: the file is a link, or another file of the user, which would be overwritten.
       OSError: the file cannot be written.
     """
     path = directory / _NAME
@@ -42,7 +56,8 @@ def locked(api: str, directory: Path) -> Iterator[None]:
     _held.add(descriptor)
     try:
         os.ftruncate(descriptor, 0)
-        os.write(descriptor, json.dumps({"host": socket.gethostname(), "process": os.getpid()}).encode())
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        os.write(descriptor, json.dumps(asdict(_Owner(socket.gethostname(), os.getpid()))).encode())
         yield
     finally:
         if descriptor in _held:  # not in a child process that was forked in between
@@ -62,11 +77,10 @@ def _acquire(api: str, path: Path) -> int:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
-            new = False
-            try:
-                descriptor = os.open(path, os.O_RDWR)
-            except FileNotFoundError:  # released since then
+            new, existing = False, _open(api, path)
+            if existing is None:  # released since then
                 continue
+            descriptor = existing
         mine = False
         try:
             has_locks, mine = _flock(descriptor)
@@ -77,7 +91,7 @@ def _acquire(api: str, path: Path) -> int:
                     continue
                 mine = new
             if not mine:
-                by = f"process {owner['process']} on {owner['host']}" if owner else "another process"
+                by = f"process {owner.process} on {owner.host}" if owner else "another process"
                 remedy = "wait for its end, or use another directory"
                 if not has_locks:
                     remedy += f"; if it has been killed, delete {path}"
@@ -85,12 +99,47 @@ def _acquire(api: str, path: Path) -> int:
             # A run removes its file before it unlocks it: a lock on a removed file excludes nobody.
             mine = False
             with suppress(FileNotFoundError):
-                mine = os.path.samestat(os.fstat(descriptor), path.stat())
+                mine = os.path.samestat(os.fstat(descriptor), os.lstat(path))
             if mine:
                 return descriptor
         finally:
             if not mine:
                 os.close(descriptor)
+
+
+def _open(api: str, path: Path) -> int | None:
+    """Return a descriptor of an existing lock; None if it is gone.
+
+    Raises:
+      FileExistsError: it is no lock of this library. Writing to it would destroy somebody's file.
+    """
+    flags = os.O_RDWR | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
+    descriptor = None
+    try:
+        is_file = stat.S_ISREG(os.lstat(path).st_mode)
+        descriptor = os.open(path, flags) if is_file else None
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno != errno.ELOOP:  # a link since then
+            raise
+    if descriptor is not None:
+        found = os.fstat(descriptor)
+        if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1 and _is_lock(_read(descriptor)):
+            return descriptor
+        os.close(descriptor)
+    raise FileExistsError(f"{api}: {path} is not a lock of this library; move it, or use another directory.")
+
+
+def _is_lock(content: bytes) -> bool:
+    """Return whether a file has what `locked` writes, or the beginning of it, as after a crash."""
+    begin = json.dumps({"host": ""}).encode()[:-2]
+    return len(content) <= _MOST and (content.startswith(begin) or begin.startswith(content))
+
+
+def _read(descriptor: int) -> bytes:
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return os.read(descriptor, _MOST + 1)
 
 
 def _flock(descriptor: int) -> tuple[bool, bool]:
@@ -108,21 +157,21 @@ def _flock(descriptor: int) -> tuple[bool, bool]:
     return True, True
 
 
-def _owner(descriptor: int) -> dict[str, Any] | None:
+def _owner(descriptor: int) -> _Owner | None:
     """Return the host and the process id in the file; None if they are not written yet."""
     try:
-        owner = json.loads(os.pread(descriptor, 4096, 0) if hasattr(os, "pread") else os.read(descriptor, 4096))
-        return {"host": str(owner["host"]), "process": int(owner["process"])}
-    except (ValueError, KeyError, TypeError):
+        owner = decode(_Owner, parse_json(_read(descriptor)), "owner")
+    except ValueError:
         return None
+    return owner
 
 
-def _has_ended(owner: dict[str, Any] | None) -> bool:
+def _has_ended(owner: _Owner | None) -> bool:
     """Return whether it is known that a process has ended."""
-    if owner is None or owner["host"] != socket.gethostname() or os.name != "posix":
+    if owner is None or owner.host != socket.gethostname() or os.name != "posix":
         return False
     try:
-        os.kill(owner["process"], 0)
+        os.kill(owner.process, 0)
     except ProcessLookupError:
         return True
     except OSError:  # a process of another user
