@@ -146,7 +146,7 @@ def fit_fleet(
     job = Job(make_trainer, members, batches, options, settings)
     if jax.eval_shape(lambda: job.ensemble(groups[0])).shared is not None:
         raise ValueError("fit_fleet: members of different groups cannot share parameters; train them by Trainer.fit.")
-    home, history, told = Path(directory).resolve(), list[dict[str, Any]](), dict[str, None]()
+    home, history, told = Path(os.path.realpath(directory)), list[dict[str, Any]](), dict[str, None]()
     _claim(home, {"size": count, "group_size": group_size, "exchange_every": exchange_every})
     start, tasks, rows = 0, list[Task](), list[dict[str, Any]]()
     with locked("fit_fleet", home), Cluster.connected(address, workers, num_cpus), Table(progress) as table:

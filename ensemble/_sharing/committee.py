@@ -311,7 +311,7 @@ def _check_replaceable(path: Path) -> None:
         return
     except (Damaged, OtherVersion) as error:
         what = f"{path} exists and is no whole committee of this version"
-        raise FileExistsError(f"Committee.save: {what}; pass another path, or move it. ({error})") from error
+        raise FileExistsError(f"Committee.save: {what}; pass another path, or move it.") from error
     if others:
         raise FileExistsError(f"Committee.save: {path} also holds {others[0]!r}, which would be lost; move it.")
 

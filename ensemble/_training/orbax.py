@@ -14,11 +14,16 @@ import jax.numpy as jnp
 
 from ...transforms._core.prng import is_key
 from ...transforms._files.errors import Damaged
+from ...transforms._files.reading import open_file, size_of
 from .._members.ensemble import Ensemble
 from .._step.state import TrainState
 
 Saved = TypeVar("Saved", bound=Ensemble[Any] | TrainState[Any])
 Name = tuple[str, ...]
+
+# Bytes of a file besides those with arrays; that of a thousand arrays has some hundred kilobytes. TensorStore ends the
+# process if it has no memory for one.
+_METADATA = 1 << 26
 
 
 def to_orbax(path: str | os.PathLike[str], state_or_ensemble: TrainState | Ensemble) -> None:
@@ -55,7 +60,7 @@ def to_orbax(path: str | os.PathLike[str], state_or_ensemble: TrainState | Ensem
         raise TypeError(f"to_orbax: needs an Ensemble or a TrainState, but got {type(state_or_ensemble).__name__}.")
     from orbax.checkpoint import StandardCheckpointer
 
-    path = Path(path).resolve()
+    path = Path(os.path.realpath(path))
     if path.exists():
         raise ValueError(f"to_orbax: {path} exists; pass another path, or remove it.")
     with StandardCheckpointer() as checkpointer:
@@ -96,6 +101,7 @@ def from_orbax(path: str | os.PathLike[str], like: Saved) -> Saved:
     path = Path(os.path.realpath(path))
     if not path.exists():
         raise FileNotFoundError(f"from_orbax: there is no checkpoint at {path}.")
+    _check_files(path)
     with PyTreeCheckpointer() as checkpointer:
         with _reading(path):
             held = _flat(checkpointer.metadata(path).item_metadata.tree)
@@ -113,6 +119,17 @@ def from_orbax(path: str | os.PathLike[str], like: Saved) -> Saved:
             found = _flat(checkpointer.restore(path, args.PyTreeRestore(item, restore_args=how, partial_restore=True)))
     empty = {name: jnp.zeros(x.shape, x.dtype) for name, x in arrays.items() if not x.size}
     return jax.tree.unflatten(jax.tree.structure(expected), [(found | empty)[name] for name in arrays])
+
+
+def _check_files(path: Path) -> None:
+    """Raise if a checkpoint has links, pipes or devices, which Orbax would follow, or metadata that fill the memory."""
+    for folder, folders, files in os.walk(path):
+        if links := [name for name in folders if Path(folder, name).is_symlink()]:
+            raise Damaged(f"from_orbax: {path} is damaged: {Path(folder, links[0])} is a link; remove it.")
+        for name in files:
+            with open_file(f"from_orbax: {path}", Path(folder, name), path) as file:
+                if Path(folder).name != "d" and size_of(file) > _METADATA:  # arrays are in folders of this name
+                    raise Damaged(f"from_orbax: {path} is damaged: {name} has {size_of(file)} bytes.")
 
 
 @contextmanager

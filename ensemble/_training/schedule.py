@@ -60,7 +60,7 @@ class Schedule:
         """Return the execution with which a run that is repeated took the step after `step`; None for a new step."""
         if not self._repeated or step >= self._repeated[-1][0]:
             return self._last
-        return next(execution for start, execution in reversed(self._repeated) if start <= step)
+        return next((execution for start, execution in reversed(self._repeated) if start <= step), None)
 
     @property
     def first(self) -> Execution | None:

@@ -171,7 +171,7 @@ class Trainer:
         self._optimizer = MemberOptimizer(optimizer, member_loss.others)
         check_choice("Trainer", "nonfinite", nonfinite, get_args(Nonfinite))
         self._step = MemberStep(member_loss, grad_fn, self._optimizer, nonfinite == "freeze")
-        cache = None if tune_cache is None else Path(tune_cache).resolve()
+        cache = None if tune_cache is None else Path(os.path.realpath(tune_cache))
         chunk_size = None if chunk_size is None else int(chunk_size)  # checkpoints hold it as JSON
         asked = strategy if isinstance(strategy, Execution) else Execution(strategy, chunk_size)
         self._latest: Callable[[], Any] = lambda: None  # a weak reference to the state that `step` returned last

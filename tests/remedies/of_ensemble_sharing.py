@@ -60,7 +60,8 @@ def groups_of_a_committee(fails: Fails) -> None:
 
 @remedy(
     "Committee: a member of group {} returns {} (shapes), but one of group 0 {}; let all return outputs of one shape.",
-    "Committee.save: {} exists and is no committee; pass another path.",
+    "Committee.save: {}; pass another path, or move it.",
+    "Committee.save: {} also holds {}, which would be lost; move it.",
 )
 def groups_with_other_outputs(fails: Fails) -> None:
     fails(Committee([ENSEMBLE, linear(nnx.Rngs(0), 4)]).predict, X, kind="regression")
@@ -70,6 +71,14 @@ def groups_with_other_outputs(fails: Fails) -> None:
     fails(committee.save, "taken")
     committee.save("saved")
     assert len(Committee.load("saved", committee)) == 3
+    Path("taken").rename("moved")
+    committee.save("taken")
+    for name in ("notes.txt", "group_001/notes.txt"):
+        Path("saved", name).write_text("mine")
+        fails(committee.save, "saved")
+        Path("saved", name).rename("notes.txt")
+        committee.save("saved")
+        assert len(Committee.load("saved", committee)) == 3
 
 
 class Rows(nnx.Module):

@@ -354,7 +354,7 @@ def damaged_file(fails: Fails) -> None:
         equal(load_params(file, linear(1)).kernel[...], model.kernel[...])
 
 
-@remedy("{}: {} was written by a later version; read it with that version.")
+@remedy("{}: {} has {}; use a release that reads version {}.")
 def later_version(fails: Fails) -> None:
     from plurax.transforms.curvature import laplace
     from plurax.transforms.curvature._laplace import files

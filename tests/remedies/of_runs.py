@@ -25,7 +25,8 @@ import optax
 from flax import nnx
 
 from plurax.ensemble import Batches, Ensemble, Preempted, Trainer, load, save
-from plurax.transforms._runs import checkpoint, checkpoint_writer, lock, source
+from plurax.transforms._files import lock
+from plurax.transforms._runs import checkpoint_writer, manifest, source
 from plurax.transforms._runs.processes import Group
 from plurax.transforms.privacy import DPSGD
 
@@ -83,15 +84,14 @@ def interrupted_save(fails: Fails) -> None:
     same(load("a", ENSEMBLE), ENSEMBLE)
 
 
-@remedy("{} has version {}, but this library reads 2 to 4; use the one that wrote it.")
+@remedy("was written in {}; use a release that reads version {}")
 def other_version(fails: Fails) -> None:
-    later = patch.multiple(checkpoint, VERSION=5), patch.object(checkpoint_writer, "VERSION", 5)
-    with later[0], later[1]:
+    with patch.object(manifest, "_VERSION", 6):
         save("a", ENSEMBLE)
         whole = fit(checkpoint_dir="run")
     fails(load, "a", ENSEMBLE)
     fails(fit, checkpoint_dir="run")
-    with patch.object(checkpoint, "VERSION", 5):  # the one that wrote it
+    with patch.object(manifest, "_VERSION", 6):  # a release that reads it
         same(load("a", ENSEMBLE), ENSEMBLE)
         same(fit(checkpoint_dir="run"), whole)
 
@@ -118,9 +118,7 @@ def what_a_checkpoint_holds(fails: Fails) -> None:
     same(run(checkpoint_dir="run", resume=False), run())
 
 
-@remedy(
-    "{}: {} exists and is not a checkpoint; pass another path.", "{}: {} also holds {}, which would be lost; move it."
-)
+@remedy("{}: {}; pass another path, or move it.", "{}: {} also holds {}, which would be lost; move it.")
 def files_in_the_way(fails: Fails) -> None:
     Path("notes").write_text("a")
     Path("folder").mkdir()
@@ -128,6 +126,8 @@ def files_in_the_way(fails: Fails) -> None:
         fails(save, path, ENSEMBLE)
     save("a", ENSEMBLE)
     same(load("a", ENSEMBLE), ENSEMBLE)
+    Path("folder").rename("moved")
+    save("folder", ENSEMBLE)
     Path("a/notes.txt").write_text("a")
     fails(save, "a", ENSEMBLE)
     Path("a/notes.txt").rename("notes.txt")

@@ -36,7 +36,7 @@ _BYTES, _DEPTH, _DIGITS = 1 << 26, 100, 32
 _VALUES = 1 << 20
 _STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _BRACKETS = re.compile(rb"[\[\]{}]")
-# Half of a character. The parser accepts it, but no file and no terminal does.
+# A surrogate. The parser accepts half of a character, but no file and no terminal does.
 _SURROGATES = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -165,7 +165,7 @@ def parse_json(text: bytes) -> dict[str, Any]:
     if max(accumulate(steps), default=0) > _DEPTH:
         raise ValueError(f"its JSON is nested more than {_DEPTH} deep")
     if _SURROGATES.search(text):
-        raise ValueError("its JSON has half of a character")
+        raise ValueError("its JSON has an escaped surrogate")
     content = json.loads(
         text.decode(), object_pairs_hook=_object, parse_int=_int, parse_float=_float, parse_constant=_constant
     )

@@ -45,7 +45,7 @@ def open_file(what: str, path: Path, within: Path | None = None) -> BinaryIO:
         descriptor = os.open(path, _FLAGS | (0 if within is None else getattr(os, "O_NOFOLLOW", 0)))
     except OSError as error:
         if error.errno in _OF_THE_PATH:
-            raise Damaged(f"{what} is damaged: {name} cannot be opened: {error.strerror}; remove it.") from error
+            raise Damaged(f"{what} is damaged: {name} cannot be opened: {error.strerror}.") from error
         raise
     file = os.fdopen(descriptor, "rb")
     try:
@@ -64,4 +64,4 @@ def size_of(file: BinaryIO) -> int:
 def _check_regular(what: str, name: object, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
         kind = _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
-        raise Damaged(f"{what} is damaged: {name} is {kind}, not a file; remove it.")
+        raise Damaged(f"{what} is damaged: {name} is {kind}, not a file; put a file there.")

@@ -271,4 +271,4 @@ def others_in(api: str, path: Path) -> list[str]:
         return []
     except (Damaged, OtherVersion) as error:
         what = f"{path} exists and is not a whole checkpoint of this version"
-        raise FileExistsError(f"{api}: {what}; pass another path, or move it. ({error})") from error
+        raise FileExistsError(f"{api}: {what}; pass another path, or move it.") from error

@@ -179,7 +179,7 @@ class RunDirectory:
         if directory is None:
             yield None
             return
-        directory = Path(directory).resolve()
+        directory = Path(os.path.realpath(directory))
         with ExitStack() as stack:
 
             def lock() -> None:

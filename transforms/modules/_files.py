@@ -63,7 +63,7 @@ def save_params(path: str | os.PathLike[str], model: Any) -> None:
     """
     check_module("save_params", model)
     # Absolute, so that an error names the file wherever the process was started.
-    file = Path(path).expanduser().resolve()
+    file = Path(os.path.realpath(Path(path).expanduser()))
     write("save_params", file, {name: _to_host(name, leaf) for name, leaf in _kept("save_params", model).items()})
 
 
@@ -136,7 +136,7 @@ def load_params(
     for name, (_, dtype) in expected.items():
         if jax.dtypes.canonicalize_dtype(dtype) != dtype:
             raise ValueError(f"load_params: `{name}` has dtype {dtype}, which needs jax_enable_x64; enable it.")
-    file = Path(path).expanduser().resolve()
+    file = Path(os.path.realpath(Path(path).expanduser()))
     # Everything is read and compared before the copy is made, so that an error has no effect.
     with reading("load_params", file) as opened:
         sources = _renamed(opened.keys(), rename, file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,42 @@ def test_a_directory_holds_all_groups(tmp_path: Path) -> None:
     rewrite(manifest, lambda entries: entries.update(weights=[1.0]))
     with pytest.raises(ValueError, match=r"is damaged: Committee: weights must have shape \(6,\)"):
         Committee.load(tmp_path / "committee", committee)
+
+
+def test_groups_of_another_save_are_refused(tmp_path: Path) -> None:
+    for name, seed in (("a", 0), ("b", 7)):
+        Committee(groups(seed)).save(tmp_path / name)
+    like = Committee(groups(1))
+
+    def refused(match: str) -> None:
+        with pytest.raises(ValueError, match=rf"^Committee.load: the committee at .* is damaged: {match}"):
+            Committee.load(tmp_path / "a", like)
+
+    shutil.copytree(tmp_path / "a", tmp_path / "whole")
+    shutil.rmtree(tmp_path / "a" / "group_001")
+    refused("group_001 is missing")
+    shutil.copytree(tmp_path / "b" / "group_001", tmp_path / "a" / "group_001")
+    refused("group_001 is of another save")
+    shutil.rmtree(tmp_path / "a" / "group_001")
+    (tmp_path / "a" / "group_001").symlink_to(tmp_path / "whole" / "group_001")
+    refused("group_001 is a link")
+    (tmp_path / "a" / "group_001").unlink()
+    shutil.copytree(tmp_path / "whole" / "group_001", tmp_path / "a" / "group_001")
+    jax.tree.map(
+        np.testing.assert_array_equal, Committee.load(tmp_path / "a", like).groups, Committee(groups(0)).groups
+    )
+
+
+def test_files_of_the_user_among_those_of_a_committee(tmp_path: Path) -> None:
+    committee = Committee(groups())
+    committee.save(tmp_path / "a")
+    for name in ("notes.txt", "group_000/notes.txt"):
+        (tmp_path / "a" / name).write_text("mine")
+        with pytest.raises(FileExistsError, match=rf"^Committee.save: .* also holds '{name}', which would be lost"):
+            committee.save(tmp_path / "a")
+        assert (tmp_path / "a" / name).read_text() == "mine"
+        (tmp_path / "a" / name).unlink()
+    committee.save(tmp_path / "a")
 
 
 def test_what_does_not_fit_is_refused() -> None:

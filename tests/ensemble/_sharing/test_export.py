@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +14,11 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
+from jax import export as jax_export
 
 from plurax.ensemble import Committee, Ensemble, export, load_exported
 from plurax.transforms.modules import Base, batch_ensemble
+from plurax.transforms.program._aot.exported import write_exported
 
 pytestmark = pytest.mark.smoke
 
@@ -143,6 +146,52 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         load_exported(path)
     with pytest.raises(FileNotFoundError):
         load_exported(tmp_path / "nothing")
+
+
+def foreign(fun: Any, path: Path, *calls: str) -> None:
+    """Write a program that `export` would not."""
+    allowed = [jax_export.DisabledSafetyCheck.custom_call(name) for name in calls]
+    spec = jax.ShapeDtypeStruct((5, 4), np.float32)
+    program = jax_export.export(jax.jit(fun), platforms=HERE, disabled_checks=allowed)([], spec)
+    description = {"model": "", "kind": "", "inputs": [], "outputs": {}, "platforms": [], "versions": {}}
+    write_exported(path, program, [], description)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "xla_ffi_python_cpu_callback",
+        "xla_python_cpu_callback",
+        "CustomSPMDPartitioning",
+        "mine",
+        "two words",
+        'a"b',
+        "Qr2",
+    ],
+)
+def test_code_that_may_reach_python_is_refused(name: str, tmp_path: Path) -> None:
+    def calls(arrays: Any, x: Any) -> Any:
+        inner = lambda x: jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((4,), x.dtype))(x)
+        return {"mean": jax.lax.map(inner, x)}  # within the body of a loop
+
+    foreign(calls, tmp_path / "model", name)
+    with pytest.raises(
+        ValueError, match=r"^load_exported: .* calls code that may reach Python: .*; if you trust"
+    ) as said:
+        load_exported(tmp_path / "model")
+    (asked,) = ast.literal_eval(str(said.value).partition("allow_custom_calls=")[2].rstrip("."))
+    with pytest.raises(ValueError, match="calls code that may reach Python"):
+        load_exported(tmp_path / "model", allow_custom_calls=["other"])
+    assert load_exported(tmp_path / "model", allow_custom_calls=[asked]).custom_calls == (asked,)
+
+
+def test_libraries_of_numerics_are_no_such_code(tmp_path: Path) -> None:
+    foreign(lambda arrays, x: {"mean": jnp.linalg.svd(x)[1]}, tmp_path / "model")
+    loaded = load_exported(tmp_path / "model")
+    assert loaded.custom_calls == ("lapack_sgesdd_ffi",)
+    np.testing.assert_allclose(loaded(X)["mean"], np.linalg.svd(X)[1], rtol=1e-5)
+    export(Ensemble.create(mlp, 2, seed=0), tmp_path / "none", X, kind="classification")
+    assert load_exported(tmp_path / "none").custom_calls == ("shape_assertion",)  # of the batch
 
 
 @pytest.mark.parametrize("x", [np.zeros((1, 3)), np.zeros((1, 3), np.int64)])

@@ -1,3 +1,4 @@
+import errno
 import functools
 import os
 import re
@@ -17,6 +18,7 @@ import pytest
 
 from plurax.ensemble import Ensemble, Trainer
 from plurax.ensemble._training import checkpoint as checkpoint
+from plurax.transforms._files import reading
 
 from ..._files import entries_of
 
@@ -290,6 +292,91 @@ def test_a_damaged_checkpoint_does_not_count_for_checkpoint_keep(tmp_path, train
     with pytest.warns(UserWarning, match="is damaged: it has no plurax.json. It is skipped"):
         trainer.fit(trainer.init(ens), make_batches(6), checkpoint_every=1, **options)
     assert sorted(os.listdir(tmp_path)) == ["step_00000006", "step_00000008"]
+
+
+def damage(path):
+    """Flip a byte of the arrays, which the sizes of the files do not show."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_what_was_skipped_is_renamed_and_does_not_count(tmp_path, trainer, ens, make_batches, assert_same, keep):
+    options = {"progress": False, "checkpoint_dir": tmp_path, "checkpoint_keep": keep, "checkpoint_every": 2}
+    whole, _ = trainer.fit(trainer.init(ens), make_batches(9), progress=False)
+    trainer.fit(trainer.init(ens), make_batches(8), **options)
+    damage(tmp_path / "step_00000008" / "arrays" / "0" / "ensemble.bin")
+    held = (tmp_path / "step_00000008" / "arrays" / "0" / "ensemble.bin").read_bytes()
+    with pytest.warns(UserWarning, match=r"It is skipped, and will be renamed to \*.damaged when the next one is"):
+        state, _ = trainer.fit(trainer.init(ens), make_batches(9), **options)
+    assert_same(state, whole)
+    (damaged,) = (name for name in os.listdir(tmp_path) if name.endswith(".damaged"))
+    left = sorted({*os.listdir(tmp_path)} - {damaged})
+    assert left == [f"step_{step:08d}" for step in (8, 9)[-keep:]]
+    assert re.fullmatch(r"step_00000008\.[0-9a-f]{32}\.damaged", damaged)
+    assert (tmp_path / damaged / "arrays" / "0" / "ensemble.bin").read_bytes() == held
+    trainer.fit(trainer.init(ens), make_batches(9), **options)  # which is not damaged
+
+
+def test_a_call_that_fails_renames_nothing(tmp_path, trainer, ens, make_batches, cross_entropy):
+    options = {"progress": False, "checkpoint_dir": tmp_path, "checkpoint_every": 2}
+    trainer.fit(trainer.init(ens), make_batches(4), **options)
+    damage(tmp_path / "step_00000004" / "arrays" / "0" / "ensemble.bin")
+    other = Trainer(cross_entropy, optax.sgd(0.5))
+    with pytest.warns(UserWarning, match="It is skipped"), pytest.raises(ValueError, match="is of another run"):
+        other.fit(other.init(ens), make_batches(4), **options)
+    assert sorted(os.listdir(tmp_path)) == ["step_00000002", "step_00000004"]
+
+
+@pytest.mark.parametrize("target", ["nothing", "step_00000008", "../elsewhere"])
+def test_links_are_no_checkpoints(tmp_path, trainer, ens, make_batches, assert_same, target):
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    options = {"progress": False, "checkpoint_dir": run, "checkpoint_every": 2, "checkpoint_keep": 1}
+    whole, _ = trainer.fit(trainer.init(ens), make_batches(6), progress=False)
+    trainer.fit(trainer.init(ens), make_batches(8), **options | {"checkpoint_dir": elsewhere})
+    (elsewhere / "step_00000008").rename(tmp_path / "one")
+    elsewhere.rmdir()
+    (tmp_path / "one").rename(elsewhere)
+    run.mkdir()
+    (run / "step_00000008").symlink_to(target)
+    with pytest.warns(UserWarning, match="step_00000008 is a link, not a checkpoint. It is skipped"):
+        state, _ = trainer.fit(trainer.init(ens), make_batches(6), **options)
+    assert_same(state, whole)
+    assert int(checkpoint.load(elsewhere, state).step) == 8  # untouched
+    assert sorted(name[:13] for name in os.listdir(run)) == ["step_00000006", "step_00000008"]
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError(errno.EACCES, "no"), OSError(errno.EMFILE, "too many"), MemoryError()], ids=str
+)
+def test_what_cannot_be_read_is_not_damaged(tmp_path, trainer, ens, make_batches, monkeypatch, error):
+    """A run that began anew would have its checkpoints take the place of those that it could not read."""
+    options = {"progress": False, "checkpoint_dir": tmp_path, "checkpoint_every": 2, "checkpoint_keep": 1}
+    trainer.fit(trainer.init(ens), make_batches(4), **options)
+    opened = reading.open_file
+
+    def fail(what, path, within=None):
+        if path.name == "ensemble.bin":
+            raise error
+        return opened(what, path, within)
+
+    monkeypatch.setattr("plurax.transforms._runs.checkpoint.open_file", fail)
+    with pytest.raises(type(error)):
+        trainer.fit(trainer.init(ens), make_batches(6), **options)
+    with pytest.raises(type(error)):
+        checkpoint.load(tmp_path / "step_00000004", trainer.init(ens))
+    monkeypatch.undo()
+    assert os.listdir(tmp_path) == ["step_00000004"]
+
+
+def test_files_that_a_user_put_into_a_checkpoint_are_not_removed(tmp_path, trainer, ens, make_batches):
+    options = {"progress": False, "checkpoint_dir": tmp_path, "checkpoint_every": 2, "checkpoint_keep": 1}
+    trainer.fit(trainer.init(ens), make_batches(4), **options)
+    (tmp_path / "step_00000004" / "notes.txt").write_text("the best one")
+    trainer.fit(trainer.init(ens), make_batches(8), **options)
+    assert sorted(os.listdir(tmp_path)) == ["step_00000004", "step_00000008"]
+    assert (tmp_path / "step_00000004" / "notes.txt").read_text() == "the best one"
 
 
 @pytest.mark.slow

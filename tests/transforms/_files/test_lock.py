@@ -70,6 +70,47 @@ def test_a_directory_is_locked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("how", ["flock", "no locks"])
+@pytest.mark.parametrize("kind", ["file", "link", "dangling", "hard link", "pipe", "folder", "large"])
+def test_a_file_of_the_user_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, how: str
+) -> None:
+    if how != "flock":
+        without_locks(monkeypatch, how)
+    home, mine = tmp_path / "home", tmp_path / "thesis"
+    home.mkdir()
+    text = json.dumps({"host": HOST, "process": 1}) if kind in ("link", "hard link") else "mine"
+    mine.write_text(text)
+    path = home / "run.lock"
+    if kind == "file":
+        path.write_text(text)
+    elif kind == "large":
+        path.write_text(json.dumps({"host": "x" * 10_000, "process": 1}))
+    elif kind == "hard link":
+        path.hardlink_to(mine)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(mine if kind == "link" else "nothing")
+    match = r"^fit: .*run.lock is not a lock of this library; move it, or use another directory"
+    with pytest.raises(FileExistsError, match=match), locked("fit", home):
+        pass
+    assert mine.read_text() == text
+    assert os.path.lexists(path)
+    assert not (home / "nothing").exists()
+
+
+def test_a_lock_that_was_not_written_whole_is_taken_over(tmp_path: Path) -> None:
+    whole = json.dumps({"host": HOST, "process": os.getpid()})
+    for size in range(len(whole) + 1):
+        (tmp_path / "run.lock").write_text(whole[:size])
+        with locked("fit", tmp_path):
+            assert (tmp_path / "run.lock").read_text() == whole
+        assert list(tmp_path.iterdir()) == []
+
+
 def test_another_process_is_named_and_the_lock_of_a_killed_one_is_taken_over(tmp_path: Path) -> None:
     with other_process("hold", tmp_path) as process:
         refused(tmp_path, f"process {process.pid} on {HOST}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,8 @@ def written(
         for i, block in enumerate(blocks):
             arrays |= {f"{name}.{i}": getattr(block, name) for name in ("left", "right", "values")}
     arrays["about"] = np.frombuffer(json.dumps(about).encode(), np.uint8)
-    write(api, path.expanduser().resolve(), {name: np.asarray(x) for name, x in {**arrays, **scalars}.items()})
+    path = Path(os.path.realpath(path.expanduser()))
+    write(api, path, {name: np.asarray(x) for name, x in {**arrays, **scalars}.items()})
 
 
 def read(api: str, path: Path, like: Sequence[Any]) -> tuple[int, list[Any], Any, dict[str, jax.Array]]:
@@ -80,7 +82,7 @@ def read(api: str, path: Path, like: Sequence[Any]) -> tuple[int, list[Any], Any
       path: the path of the file.
       like: the parameters of a model of the same architecture.
     """
-    path = path.expanduser().resolve()
+    path = Path(os.path.realpath(path.expanduser()))
     with reading(api, path) as file:
         names = set(file.keys())
         if "about" not in names:

@@ -166,7 +166,7 @@ def read_state(checkpoint: Checkpoint, like: DPState[M]) -> DPState[M]:
     read = checkpoint.load(*as_member(like), 1)[_PART]
     about = checkpoint.about
     if about.ledger is None or about.step is None:
-        raise ValueError(f"{checkpoint} is not of a private run; read it with the function for what it holds.")
+        raise checkpoint.damaged("it has no ledger")
     try:
         ledger = decode(Ledger, about.ledger, "ledger")
     except ValueError as error:

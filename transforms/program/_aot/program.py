@@ -186,8 +186,11 @@ def _load(call: CallSignature, lower: Callable[[], Lowered], line: file.Line, pa
         lower()
     try:
         out_tree = lower().program.out_tree if call.key is None else read(line.out, nodes(call.structure))
+        _, _ = out_tree.children()  # the results, and the changes of modules
         devices = {device.id: device for device in jax.devices(call.device.platform)}
         in_tree = jax.tree.structure((tuple(call.leaves), {}))
-        return loaded(payload, in_tree, out_tree, [devices[i] for i in line.devices])
+        program = loaded(payload, in_tree, out_tree, [devices[i] for i in line.devices])
+        _ = program.out_info  # raises if the results have another structure
+        return program
     except Exception as error:  # JAX, pickle and XLA raise many types
         raise file.Unfit(f"cannot be loaded ({type(error).__name__}: {error})") from error

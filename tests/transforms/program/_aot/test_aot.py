@@ -845,7 +845,7 @@ def test_an_unreadable_file_warns(tmp_path):
         warnings.simplefilter("always")
         np.testing.assert_array_equal(aot(double, tmp_path, key="1")(X), 2 * X)
     read, write = (str(warning.message) for warning in caught)
-    assert "is a directory, not a file; remove it.; the program is compiled again" in read
+    assert "is a directory, not a file; put a file there.; the program is compiled again" in read
     assert "cannot be written ([Errno 21] Is a directory" in write
     assert only_file(tmp_path) == path
 
