@@ -15,7 +15,7 @@ BENCHMARKS := $(filter-out benchmarks/_% benchmarks/render.py benchmarks/acceler
 PYTEST := $(BIN)/pytest --numprocesses auto --dist loadgroup
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo examples guides test test-all smoke-newest smoke-oldest lint types docs serve accelerators bench bench-mindspore bench-smoke fuzz release clean
+.PHONY: help demo examples guides test test-all smoke-newest smoke-oldest lint types docs serve accelerators bench bench-mindspore bench-smoke fuzz fuzz-files release clean
 
 help:
 	@echo "make demo         train an ensemble on the digits         (ARGS=...)"
@@ -30,6 +30,7 @@ help:
 	@echo "make bench        every benchmark, peers installed; bench-mindspore: MindSpore's; bench-smoke: small sizes"
 	@echo "make accelerators clipped gradients compiled for an H200 and for TPUs, with a test: ten minutes, 3 GB"
 	@echo "make fuzz         the property tests with many examples   (PYTEST_ARGS=...)"
+	@echo "make fuzz-files   damage all files that are read: ten minutes (ARGS=\"--seed 1 export committee\")"
 	@echo "make release      wheel and sdist in dist/, tried with each extra in new environments: minutes"
 	@echo "make clean        what the others made; remove .venv yourself to start over"
 
@@ -132,6 +133,9 @@ bench bench-smoke: $(READY)
 
 fuzz: $(READY)
 	@HYPOTHESIS_PROFILE=fuzz $(BIN)/pytest -m hypothesis $(PYTEST_ARGS)
+
+fuzz-files: $(READY)
+	@$(BIN)/python tests/fuzz_files.py $(ARGS)
 
 release: $(READY)
 	@rm -rf dist
