@@ -34,7 +34,7 @@ _BYTES, _DEPTH, _DIGITS = 1 << 26, 100, 32
 # An object of Python takes about 64 bytes, so this many values, and one for each 64 bytes of the text, take at most
 # 64 MiB and the size of the file.
 _VALUES = 1 << 20
-_STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _BRACKETS = re.compile(rb"[\[\]{}]")
 # A surrogate. The parser accepts half of a character, but no file and no terminal does.
 _SURROGATES = re.compile(rb"\\u[dD][89a-fA-F]")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
@@ -35,7 +36,7 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
     if is_dataclass(kind):
         return _object(kind, value, where)
     if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):  # JSON has it as a list
-        of_fields = get_type_hints(kind)
+        of_fields = _hints(kind)
         each: Any = tuple
         return kind(*_decode(each[tuple(of_fields[name] for name in kind._fields)], value, where))
     if origin in (Union, types.UnionType):
@@ -48,6 +49,8 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
     if origin is Literal and isinstance(value, str) and value in of:
         return value
     if origin is list and isinstance(value, list):
+        if of[0] is int and all(type(x) is int and abs(x) < _LARGEST for x in value):  # of thousands of members
+            return list(value)
         return [_decode(of[0], x, f"{where}[{i}]") for i, x in enumerate(value)]
     if origin is tuple and isinstance(value, list):
         each = of[:1] * len(value) if of[-1] is ... else of
@@ -69,10 +72,15 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
     raise ValueError(f"`{where}` is {shown}, but must be of type {getattr(kind, '__name__', kind)}")
 
 
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
 def _object(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, Mapping):
         raise ValueError(f"`{where}` is no object")
-    types_of, named = get_type_hints(kind), {field.name: field for field in fields(kind)}
+    types_of, named = _hints(kind), {field.name: field for field in fields(kind)}
     if unknown := value.keys() - named.keys():
         raise ValueError(f"`{where}` has an unknown entry {min(unknown)!r}")
     for name, field in named.items():

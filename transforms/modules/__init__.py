@@ -15,7 +15,7 @@ changes.
 - `_precision.py`: `with_precision`, the dtype in which layers compute.
 - `_reinitialize.py`: `reinitialize`, which draws parameters again by kind of layer, from a key and their paths.
 - `_files.py`: `save_params` and `load_params`: names, renaming, and mismatches; `_safetensors.py`: the file format, its
-  checksum, and errors for damaged files. `_runs/atomic_write.py` writes the file atomically.
+  checksum, and errors for damaged files. `_files/atomic_write.py` writes the file atomically.
 """
 
 from ._adapters import Adapter, Base, batch_ensemble, lora, tabm
