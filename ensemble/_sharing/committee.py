@@ -43,10 +43,12 @@ class _Manifest:
     Attributes:
       groups: for each group the checksum of its manifest, so that none can be exchanged for that of another save.
       weights: the weight of each member; None for equal ones.
+      save: a random number, so that two saves of one committee differ.
     """
 
     groups: list[str]
     weights: list[float] | None
+    save: str
 
 
 class Committee:
@@ -193,7 +195,9 @@ class Committee:
                 save(unfinished / _group(i), group)
                 checksums.append(Checkpoint.open("Committee.save", unfinished / _group(i)).checksum)
             weights = None if self.weights is None else np.asarray(self.weights).tolist()
-            write_document(unfinished / _MANIFEST, _FORMAT, _VERSION, asdict(_Manifest(checksums, weights)))
+            write_document(
+                unfinished / _MANIFEST, _FORMAT, _VERSION, asdict(_Manifest(checksums, weights, uuid.uuid4().hex))
+            )
             _check_replaceable(path)  # again: somebody may have put files there meanwhile
             replace_directory(unfinished, path)
         finally:

@@ -28,7 +28,7 @@ from .reading import open_file, size_of
 Piece = bytes | memoryview
 
 _HEAD = re.compile(rb'\{"checksum": "([0-9a-f]{64})", "bytes": "([0-9]{16})", ')
-_HEAD_SIZE = len(b'{"checksum": "", "bytes": "", ') + 64 + 16
+HEAD_SIZE = len(b'{"checksum": "", "bytes": "", ') + 64 + 16
 # Bounds of the JSON: bytes, nested lists and objects, digits of a number.
 _BYTES, _DEPTH, _DIGITS = 1 << 26, 100, 32
 # An object of Python takes about 64 bytes, so this many values, and one for each 64 bytes of the text, take at most
@@ -87,7 +87,7 @@ def document(form: str, version: int, entries: Mapping[str, Any], content: Seque
     text = json.dumps(about, ensure_ascii=False).encode()
     parse_json(text)  # what could not be read is not written
     rest = [text[1:] + b"\n", *content]
-    size = _HEAD_SIZE + sum(memoryview(piece).nbytes for piece in rest)
+    size = HEAD_SIZE + sum(memoryview(piece).nbytes for piece in rest)
     length = b'"bytes": "%016d", ' % size
     checksum = _sha256([length, *rest]).encode()
     return [b'{"checksum": "%s", ' % checksum + length, *rest]
@@ -128,7 +128,7 @@ def parse_document(file: BinaryIO, form: str, version: int, *, of_json: bool = F
       OtherVersion: as for `read_document`; the message completes a sentence that begins with the file.
       ValueError: it is damaged; the message is a sentence about the file.
     """
-    size, head = size_of(file), file.read(_HEAD_SIZE)
+    size, head = size_of(file), file.read(HEAD_SIZE)
     match = _HEAD.fullmatch(head)
     if match is None:
         raise ValueError(f"it does not begin as a {form}")
@@ -136,7 +136,7 @@ def parse_document(file: BinaryIO, form: str, version: int, *, of_json: bool = F
         raise ValueError(f"it has {size} bytes instead of {int(match[2])}")
     if of_json and size > _BYTES:
         raise ValueError(f"it has more than {_BYTES} bytes")
-    rest = memoryview(file.read(size - _HEAD_SIZE))
+    rest = memoryview(file.read(size - HEAD_SIZE))
     if _sha256([head[head.index(b'"bytes"') :], rest]) != match[1].decode():
         raise ValueError("its checksum does not match its bytes")
     end = _end_of_line(rest)

@@ -13,8 +13,8 @@ one step and save it; they get back the last state and a history:
 - `history.py` records metrics in arrays and returns them as rows;
 - `manifest.py` declares all that a checkpoint says, as dataclasses: arrays with shapes, dtypes and checksums, settings,
   and what identifies the run;
-- `checkpoint_writer.py` writes a checkpoint: the arrays of each member, and the manifest. The directory is written under
-  a temporary name and renamed once it is on the disk, so it is complete or absent;
+- `checkpoint_writer.py` writes a checkpoint: the arrays of each member, and the manifest. The directory is written
+  under a temporary name and renamed once it is on the disk, so it is complete or absent;
 - `checkpoint.py` reads and checks all of it, or a single member (`Checkpoint.member`);
 - `held_rows.py` finds the members that this process holds or needs, where arrays spread over devices;
 - `processes.py` lets several processes that share arrays exchange small values, and raise together if one fails.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import uuid
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -177,6 +178,7 @@ class Manifest:
       parts: its arrays by the names of their parts.
       history: the columns of a history.
       about: the rest.
+      save: a random number, so that two saves of one state differ.
     """
 
     size: int
@@ -184,6 +186,7 @@ class Manifest:
     parts: dict[str, Part]
     history: Part | None = None
     about: About = field(default_factory=About)
+    save: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def __post_init__(self) -> None:
         if self.size < 0 or len(self.owners) != self.size or min(self.owners, default=0) < 0:

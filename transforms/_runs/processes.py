@@ -12,7 +12,6 @@ import numpy as np
 
 from .._core.compat import gathered
 from .._files.errors import Damaged, OtherVersion
-from .._files.replaced import Identity
 
 Result = TypeVar("Result")
 
@@ -98,7 +97,7 @@ ALONE = Group((0,))
 
 
 def read_again_if_replaced(
-    identify: Callable[[], Identity], read: Callable[[], tuple[Result, str]], group: Group = ALONE
+    identify: Callable[[], object], read: Callable[[], tuple[Result, str]], group: Group = ALONE
 ) -> Result:
     """Return what `read` returns; call it again if the files have been replaced or removed meanwhile.
 
