@@ -12,6 +12,7 @@ Values that were changed together with their checksum may be believed, as long a
 from __future__ import annotations
 
 import argparse
+import errno
 import hashlib
 import json
 import logging
@@ -29,7 +30,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -102,11 +103,16 @@ class Format:
 
 
 @dataclass
-class Report_:
+class Outcomes:
     """The outcomes of one format."""
 
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
+
+    def fails(self, outcome: str, text: str) -> None:
+        """Note a failure."""
+        self.counts[outcome] += 1
+        self.failures.append(text)
 
 
 def model(rngs: nnx.Rngs) -> Any:
@@ -545,9 +551,9 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(x): x.read_bytes() for x in directory.rglob("*") if x.is_file()}
 
 
-def attack(fmt: Format, seed: int, every: int, until: float) -> Report_:
+def attack(fmt: Format, seed: int, every: int, until: float) -> Outcomes:
     """Run the cases of a format; return what happened."""
-    report, draw = Report_(), random.Random(f"{seed} {fmt.name}")
+    report, draw = Outcomes(), random.Random(f"{seed} {fmt.name}")
     with tempfile.TemporaryDirectory() as root, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # Of two saves, since a swap of equal bytes would show nothing.
@@ -576,12 +582,57 @@ def attack(fmt: Format, seed: int, every: int, until: float) -> Report_:
                     before = contents(elsewhere)
                 last = kind
                 change(home / name)
+                damaged = (home / name).read_bytes() if kind == "bit" else b""
                 _outcome(fmt, str(name), kind, home, whole, may_differ, size, report)
+                newest = fmt.name == "run" and kind == "bit" and "step_00000002" in name.parts
+                if newest and not any(x.read_bytes() == damaged for x in home.rglob(name.name)):
+                    report.fails("LOST", f"{fmt.name}: {kind} of {name}: is not there any more")
                 # Where the path that the user passes is a link, its target is the directory.
                 if contents(elsewhere) != before and str(name) != fmt.passed:
-                    report.counts["FILES ELSEWHERE"] += 1
-                    report.failures.append(f"{fmt.name}: {kind} of {name}: wrote elsewhere")
+                    report.fails("FILES ELSEWHERE", f"{fmt.name}: {kind} of {name}: wrote elsewhere")
+        _without_handles(fmt, template, home, whole, report)
+        _with_notes(fmt, template, home, report)
     return report
+
+
+def _without_handles(fmt: Format, template: Path, home: Path, whole: str, report: Outcomes) -> None:
+    """Read with few handles left: a reader raises what the system does, or returns what was written."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for spare in range(12) if fmt.name not in ("Orbax", "report") else ():
+        shutil.rmtree(home)
+        shutil.copytree(template, home)
+        taken = [os.open("/dev/null", os.O_RDONLY) for _ in range(64)]  # those that are free between others
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(taken) + 1, hard))
+        for descriptor in taken[len(taken) - spare :]:
+            os.close(descriptor)
+        outcome = "MISJUDGED"
+        try:
+            detail: object = fmt.read(home)
+            outcome = "same" if said(detail) == whole else outcome
+        except OSError as error:
+            outcome = "refused" if error.errno in (errno.EMFILE, errno.ENFILE) else outcome
+            detail = error
+        except Exception as error:
+            detail = error
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for descriptor in taken[: len(taken) - spare]:
+                os.close(descriptor)
+        report.counts[outcome] += 1
+        if outcome.isupper():
+            report.failures.append(f"{fmt.name}: {spare} handles: {outcome}: {type(detail).__name__} {detail}"[:300])
+
+
+def _with_notes(fmt: Format, template: Path, home: Path, report: Outcomes) -> None:
+    """Write over files among which there is one of the user."""
+    for folder in [x.relative_to(template) for x in sorted(template.rglob("*")) if x.is_dir()]:
+        shutil.rmtree(home)
+        shutil.copytree(template, home)
+        (home / folder / "notes.txt").write_text("mine")
+        with suppress(Exception):
+            fmt.write(home, 1)
+        if not (home / folder / "notes.txt").exists():
+            report.fails("LOST", f"{fmt.name}: notes of the user in {folder}")
 
 
 def _reset(template: Path, home: Path, elsewhere: Path, entry: Path) -> None:
@@ -596,7 +647,7 @@ def _reset(template: Path, home: Path, elsewhere: Path, entry: Path) -> None:
 
 
 def _outcome(
-    fmt: Format, name: str, kind: str, home: Path, whole: str, may_differ: bool, size: int, report: Report_
+    fmt: Format, name: str, kind: str, home: Path, whole: str, may_differ: bool, size: int, report: Outcomes
 ) -> None:
     case, low = f"{kind} of {name}", forget_peak()
     _opened.clear()
@@ -625,17 +676,16 @@ def _outcome(
         outcome = "FILES ELSEWHERE"
     allowed = 2 * size + ROOM
     if (more := peak() - low) > allowed:
-        report.counts["MEMORY"] += 1
-        report.failures.append(f"{fmt.name}: {case}: {more / 2**20:.0f} MiB")
+        report.fails("MEMORY", f"{fmt.name}: {case}: {more / 2**20:.0f} MiB")
     if any("elsewhere" in path for path in _opened) and name != fmt.passed:
-        report.counts["FILES ELSEWHERE"] += 1
-        report.failures.append(f"{fmt.name}: {case}: opened {[x for x in _opened if 'elsewhere' in x][:2]}")
+        opened = [x for x in _opened if "elsewhere" in x][:2]
+        report.fails("FILES ELSEWHERE", f"{fmt.name}: {case}: opened {opened}")
     report.counts[outcome] += 1
     if outcome.isupper():
         report.failures.append(f"{fmt.name}: {case}: {outcome}: {detail}")
 
 
-BAD = ("SILENT", "RAW ERRORS", "HANGS", "FILES ELSEWHERE", "MEMORY")
+BAD = ("SILENT", "RAW ERRORS", "HANGS", "FILES ELSEWHERE", "MEMORY", "LOST", "MISJUDGED")
 FINE = ("same", "refused", "ignored", "believed", "left out")
 
 

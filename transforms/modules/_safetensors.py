@@ -21,6 +21,7 @@ from .._files.atomic_write import write_atomically
 from .._files.errors import Damaged, OtherVersion
 from .._files.reading import open_file
 
+_ATTEMPTS = 100  # each but the first needs a writer that has replaced the file during the one before
 _DIGITS = b"00000000"
 _METADATA = {"plurax.format": "1", "plurax.checksum": _DIGITS.decode()}
 _CHECKSUM = re.compile(rb'"plurax\.checksum"\s*:\s*"([0-9a-f]{8})"')
@@ -60,20 +61,32 @@ def reading(api: str, path: Path) -> Iterator[Any]:
 @contextmanager
 def _opened(api: str, library: Any, path: Path) -> Iterator[tuple[BinaryIO, Any]]:
     """Open a file twice, the second time with the library; both are the same, also if it is being replaced."""
-    while True:
+    error: Exception = BlockingIOError(f"{api}: {path} is replaced faster than it can be read.")
+    for _ in range(_ATTEMPTS):
         with open_file(f"{api}: {path}", path) as raw:
             try:
                 file = library.safe_open(path, "np")
+            except FileNotFoundError as missing:
+                # The library says so of every file that it cannot open; the system tells why, as of too many open files.
+                open_file(f"{api}: {path}", path).close()
+                error = missing
+                continue
             except (OSError, MemoryError):
                 raise
-            except Exception as error:  # one of the library's own
-                if not os.path.samestat(os.fstat(raw.fileno()), os.stat(path)):
+            except Exception as fault:  # one of the library's own
+                if not _is_at(path, raw):
                     continue
-                raise _damaged(api, path, f"it is not a complete safetensors file ({error})") from error
+                raise _damaged(api, path, f"it is not a complete safetensors file ({fault})") from fault
             with file:
-                if os.path.samestat(os.fstat(raw.fileno()), os.stat(path)):
+                if _is_at(path, raw):
                     yield raw, file
                     return
+    raise error
+
+
+def _is_at(path: Path, file: BinaryIO) -> bool:
+    """Return whether an open file is the one that is at a path now."""
+    return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
 
 
 def read_array(api: str, file: Any, path: Path, name: str) -> np.ndarray:
