@@ -56,9 +56,7 @@ def damaged_file(fails: Fails) -> None:
         same(load_exported("model")(X)["mean"], ENSEMBLE.predict(X, kind="regression").mean)
 
 
-@remedy(
-    "{} is damaged: {} is {}, not a file; put a file there.", "{} is damaged: {} is a link; put the file itself there."
-)
+@remedy("{} is {}, not a file; put a file there.", "{} is a link; put the file itself there.")
 def no_plain_file(fails: Fails) -> None:
     save("a", ENSEMBLE)
     manifest = Path("a/plurax.json")

@@ -37,19 +37,22 @@ def open_file(what: str, path: Path, within: Path | None = None) -> BinaryIO:
       Damaged: it is a link within a directory, or no regular file: a pipe would block, a device might never end.
       OSError: it cannot be opened, for a reason that tells nothing about the file.
     """
-    name = path if within is None else path.relative_to(within).as_posix()
+    where, flags = what, _FLAGS
+    if within is not None:
+        name = path.relative_to(within)
+        where, flags = f"{what} is damaged: {name.as_posix()}", _FLAGS | getattr(os, "O_NOFOLLOW", 0)
     try:
-        if within is not None and any(x.is_symlink() for x in [path, *path.parents[: len(Path(name).parts) - 1]]):
-            raise Damaged(f"{what} is damaged: {name} is a link; put the file itself there.")
-        _check_regular(what, name, os.stat(path))  # opening some devices has effects
-        descriptor = os.open(path, _FLAGS | (0 if within is None else getattr(os, "O_NOFOLLOW", 0)))
+        if within is not None and any(x.is_symlink() for x in [path, *path.parents[: len(name.parts) - 1]]):
+            raise Damaged(f"{where} is a link; put the file itself there.")
+        _check_regular(where, os.stat(path))  # opening some devices has effects
+        descriptor = os.open(path, flags)
     except OSError as error:
         if error.errno in _OF_THE_PATH:
-            raise Damaged(f"{what} is damaged: {name} cannot be opened: {error.strerror}.") from error
+            raise Damaged(f"{where} cannot be opened: {error.strerror}.") from error
         raise
     file = os.fdopen(descriptor, "rb")
     try:
-        _check_regular(what, name, os.fstat(descriptor))
+        _check_regular(where, os.fstat(descriptor))
     except BaseException:
         file.close()
         raise
@@ -61,7 +64,7 @@ def size_of(file: BinaryIO) -> int:
     return os.fstat(file.fileno()).st_size
 
 
-def _check_regular(what: str, name: object, found: os.stat_result) -> None:
+def _check_regular(where: str, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
         kind = _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
-        raise Damaged(f"{what} is damaged: {name} is {kind}, not a file; put a file there.")
+        raise Damaged(f"{where} is {kind}, not a file; put a file there.")

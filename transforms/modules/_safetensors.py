@@ -67,7 +67,7 @@ def _opened(api: str, library: Any, path: Path) -> Iterator[tuple[BinaryIO, Any]
             try:
                 file = library.safe_open(path, "np")
             except FileNotFoundError as missing:
-                # The library says so of every file that it cannot open; the system tells why, as of too many open files.
+                # The library says so of every file that it cannot open; the system says why: too many are open.
                 open_file(f"{api}: {path}", path).close()
                 error = missing
                 continue

@@ -58,7 +58,7 @@ def test_what_is_no_file_is_refused(kind: str, tmp_path: Path, monkeypatch: pyte
         path.mkdir()
     else:
         path = Path("/dev/zero")
-    with pytest.raises(Damaged, match=f"^load is damaged: .* is {kind}, not a file; put a file there"):
+    with pytest.raises(Damaged, match=f"^load is {kind}, not a file; put a file there"):
         open_file("load", path)
 
 
@@ -66,7 +66,7 @@ def test_a_path_through_a_file_or_a_loop(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"")
     (tmp_path / "loop").symlink_to("loop")
     for path in (tmp_path / "a" / "b", tmp_path / "loop", tmp_path / ("x" * 300)):
-        with pytest.raises(Damaged, match=r"^load is damaged: .* cannot be opened: "):
+        with pytest.raises(Damaged, match=r"^load cannot be opened: "):
             open_file("load", path)
 
 

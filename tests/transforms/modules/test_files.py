@@ -296,8 +296,10 @@ class TestRefusals:
         for call in (save_params, load_params):
             with pytest.raises(TypeError, match=r"not '?int'?"):
                 call(3, linear())
-            with pytest.raises(IsADirectoryError, match=f"Is a directory: .*{tmp_path}"):
-                call(tmp_path, linear())
+        with pytest.raises(IsADirectoryError, match=f"Is a directory: .*{tmp_path}"):
+            save_params(tmp_path, linear())
+        with pytest.raises(ValueError, match=f"^load_params: {tmp_path} is a directory, not a file; put a file there"):
+            load_params(tmp_path, linear())
         assert not [*tmp_path.iterdir()]
         with pytest.raises(FileNotFoundError, match="No such file or directory: .*nothing"):
             load_params(tmp_path / "nothing", linear())
