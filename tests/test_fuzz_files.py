@@ -20,8 +20,8 @@ pytestmark = pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", [fmt.name for fmt in FORMATS])
 def test_damaged_files_are_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    every = "400" if name in ("run", "Orbax") else "40"
-    failures = main(["--seed", "1", "--every", every, "--seconds", "60", "--show", "5", name])
+    every = "400" if name in ("run", "Orbax") else "100"
+    failures = main(["--seed", "1", "--every", every, "--seconds", "15", "--show", "5", name])
     assert failures == 0, capsys.readouterr().out
 
 

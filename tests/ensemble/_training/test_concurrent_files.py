@@ -28,7 +28,7 @@ if __name__ != "__main__":
 
 pytestmark = pytest.mark.slow
 
-READS, WRITES = 500, 150
+READS, WRITES = 500, 60
 X = np.linspace(-1, 1, 6, dtype=np.float32).reshape(3, 2)
 
 
