@@ -433,7 +433,16 @@ def put(path: Path, at: tuple[Any, ...], text: str) -> None:
     path.write_bytes(with_checksum(path.read_bytes().replace(b'"@here@"', text.encode(), 1)))
 
 
-TEXTS = ["1e999", "9" * 5000, "-Infinity", '"\\ud800"', '{"a": 1, "a": 2}', "[" + "{}," * 10**5 + "{}]", "'"]
+TEXTS = [
+    '"' + '\\"' * 10**5,
+    "1e999",
+    "9" * 5000,
+    "-Infinity",
+    '"\\ud800"',
+    '{"a": 1, "a": 2}',
+    "[" + "{}," * 10**5 + "{}]",
+    "'",
+]
 Case = tuple[str, Callable[[Path], object], bool]  # its name, what to do to a file, and whether its numbers may change
 
 

@@ -411,5 +411,5 @@ def _different_settings(written: TrainerSettings, settings: TrainerSettings) -> 
     return [
         f"it has {name}={before.get(name)}, but the trainer has {name}={now.get(name)}"
         for name in dict.fromkeys([*before, *now])
-        if before.get(name) != now.get(name)
+        if before.get(name) != now.get(name) and repr(before.get(name)) != repr(now.get(name))  # NaN equals nothing
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ Name = tuple[str, ...]
 # Bytes of a file besides those with arrays; that of a thousand arrays has some hundred kilobytes. TensorStore ends the
 # process if it has no memory for one.
 _METADATA = 1 << 26
+_METADATA_NAMES = re.compile(r"_.*|.*\.ocdbt|\.z(array|group|attrs|metadata)|.*\.json|process_.*")
 
 
 def to_orbax(path: str | os.PathLike[str], state_or_ensemble: TrainState | Ensemble) -> None:
@@ -128,7 +130,7 @@ def _check_files(path: Path) -> None:
             raise Damaged(f"from_orbax: {path} is damaged: {Path(folder, links[0])} is a link; remove it.")
         for name in files:
             with open_file(f"from_orbax: {path}", Path(folder, name), path) as file:
-                if Path(folder).name != "d" and size_of(file) > _METADATA:  # arrays are in folders of this name
+                if _METADATA_NAMES.fullmatch(name) and size_of(file) > _METADATA:
                     raise Damaged(f"from_orbax: {path} is damaged: {name} has {size_of(file)} bytes.")
 
 

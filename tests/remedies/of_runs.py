@@ -78,7 +78,7 @@ def other_structure(fails: Fails) -> None:
 @remedy(" An interrupted save left the previous one at {}; rename it back.")
 def interrupted_save(fails: Fails) -> None:
     save("a", ENSEMBLE)
-    Path("a").rename(".a.0123.replaced")
+    Path("a").rename(".a.00112233445566778899aabbccddeeff.0.replaced")
     said = fails(load, "a", ENSEMBLE)
     Path(said.partition("previous one at ")[2].partition(";")[0]).rename("a")
     same(load("a", ENSEMBLE), ENSEMBLE)

@@ -69,7 +69,12 @@ def remove_directory(path: Path) -> None:
     """Remove a directory; whoever reads it meets all of its files or none."""
     removed = path.with_name(f".{path.name}.{uuid.uuid4().hex}.removed")
     path.rename(removed)
-    shutil.rmtree(removed)
+    try:
+        shutil.rmtree(removed)
+    except OSError:
+        if os.path.lexists(removed):  # such as without permission for its files
+            removed.rename(path)
+        raise
 
 
 def _renamed(new: Path, path: Path) -> bool:

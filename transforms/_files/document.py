@@ -16,7 +16,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,15 +28,16 @@ Piece = bytes | memoryview
 
 _HEAD = re.compile(rb'\{"checksum": "([0-9a-f]{64})", "bytes": "([0-9]{16})", ')
 HEAD_SIZE = len(b'{"checksum": "", "bytes": "", ') + 64 + 16
-# Bounds of the JSON: bytes, nested lists and objects, digits of a number.
-_BYTES, _DEPTH, _DIGITS = 1 << 26, 100, 32
-# An object of Python takes about 64 bytes, so this many values, and one for each 64 bytes of the text, take at most
-# 64 MiB and the size of the file.
-_VALUES = 1 << 20
-_STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
-_BRACKETS = re.compile(rb"[\[\]{}]")
+# What earlier releases wrote begins like that.
+_EARLIER = re.compile(rb'\{"format": "plurax [a-z]+", "version": ([0-9]+)')
+# Bounds of the JSON: bytes, and nested lists and objects. Numbers that belong to members are binary content.
+_BYTES, _DEPTH = 1 << 24, 100
+# Its objects may take so much memory, about so many bytes for each bracket, comma and string.
+_ROOM, _TOKEN = 1 << 26, 32
+# Possessive, since a string that does not end would take quadratic time otherwise.
+_TOKENS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\Z)|[\[\]{},]', re.DOTALL)
 # A surrogate. The parser accepts half of a character, but no file and no terminal does.
-_SURROGATES = re.compile(rb"\\u[dD][89a-fA-F]")
+_SURROGATES = re.compile(rb"(?<!\\)(?:\\\\)*+\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,12 @@ def write_document(
 def document(form: str, version: int, entries: Mapping[str, Any], content: Sequence[Piece] = ()) -> list[Piece]:
     """Return the bytes of a file, in pieces."""
     about = {"format": form, "version": version, "plurax": __version__, **entries}
-    text = json.dumps(about, ensure_ascii=False).encode()
+    try:
+        text = json.dumps(about, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"a name cannot be written as UTF-8: {error.object[max(0, error.start - 20) : error.end]!r}"
+        ) from error
     parse_json(text)  # what could not be read is not written
     rest = [text[1:] + b"\n", *content]
     size = HEAD_SIZE + sum(memoryview(piece).nbytes for piece in rest)
@@ -131,6 +136,9 @@ def parse_document(file: BinaryIO, form: str, version: int, *, of_json: bool = F
     size, head = size_of(file), file.read(HEAD_SIZE)
     match = _HEAD.fullmatch(head)
     if match is None:
+        if earlier := _EARLIER.match(head):
+            what = f"version {int(earlier[1])} of its format, but plurax {__version__} reads version {version}"
+            raise OtherVersion(f"was written in {what}; use the release that wrote it")
         raise ValueError(f"it does not begin as a {form}")
     if size != int(match[2]):
         raise ValueError(f"it has {size} bytes instead of {int(match[2])}")
@@ -156,22 +164,30 @@ def parse_json(text: bytes) -> dict[str, Any]:
     Raises:
       ValueError: it is no JSON object, has two entries of one name, or exceeds the bounds.
     """
-    if len(text) > _BYTES:
-        raise ValueError(f"its JSON has more than {_BYTES} bytes")
-    plain = _STRINGS.sub(b"", text)
-    if sum(map(plain.count, (b",", b"[", b"{"))) > _VALUES + len(text) // 64:
-        raise ValueError("its JSON has too many values")
-    steps = (1 if bracket in b"[{" else -1 for bracket in _BRACKETS.findall(plain))
-    if max(accumulate(steps), default=0) > _DEPTH:
-        raise ValueError(f"its JSON is nested more than {_DEPTH} deep")
-    if _SURROGATES.search(text):
-        raise ValueError("its JSON has an escaped surrogate")
-    content = json.loads(
-        text.decode(), object_pairs_hook=_object, parse_int=_int, parse_float=_float, parse_constant=_constant
-    )
+    _check_bounds(text)
+    content = json.loads(text.decode(), object_pairs_hook=_object, parse_float=_float, parse_constant=_constant)
     if not isinstance(content, dict):
         raise ValueError("its JSON is no object")
     return content
+
+
+def _check_bounds(text: bytes) -> None:
+    """Raise if a text would take much memory, or is nested deeply; looks at it once, and copies nothing."""
+    if len(text) > _BYTES:
+        raise ValueError(f"its JSON has more than {_BYTES} bytes")
+    if _SURROGATES.search(text):
+        raise ValueError("its JSON has an escaped surrogate")
+    # The text as a string, and the strings in it: one that has a wide character takes four bytes for each.
+    wide = 4 if b"\\u" in text or not text.isascii() else 1
+    left, depth = (_ROOM - 2 * wide * len(text)) // _TOKEN, 0
+    for match in _TOKENS.finditer(text):
+        token = text[match.start()]
+        depth += (token in b"[{") - (token in b"]}")
+        left -= 1
+        if depth > _DEPTH:
+            raise ValueError(f"its JSON is nested more than {_DEPTH} deep")
+        if left < 0:
+            raise ValueError("its JSON would take too much memory")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -181,16 +197,10 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return entries
 
 
-def _int(text: str) -> int:
-    if len(text) > _DIGITS:
-        raise ValueError("its JSON has a number that is too long")
-    return int(text)
-
-
 def _float(text: str) -> float:
     number = float(text)
     if math.isinf(number):
-        raise ValueError(f"its JSON has a number that is too large: {text[:_DIGITS]}")
+        raise ValueError(f"its JSON has a number that is too large: {text[:32]}")
     return number
 
 

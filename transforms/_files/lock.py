@@ -163,7 +163,7 @@ def _owner(descriptor: int) -> _Owner | None:
         owner = decode(_Owner, parse_json(_read(descriptor)), "owner")
     except ValueError:
         return None
-    return owner
+    return owner if 0 < owner.process < 2**31 else None
 
 
 def _has_ended(owner: _Owner | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from glob import escape
 from pathlib import Path
@@ -37,4 +38,5 @@ def identity(directory: Path, name: str) -> bytes | None:
 
 def left_aside(directory: Path) -> list[Path]:
     """Return what `replace_directory` has moved aside, or what a process that was killed there has left."""
-    return sorted(directory.parent.glob(f".{escape(directory.name)}.*.replaced"))
+    name = re.compile(rf"\.{re.escape(directory.name)}\.[0-9a-f]{{32}}\.[0-9]+\.replaced")
+    return sorted(x for x in directory.parent.glob(f".{escape(directory.name)}.*.replaced") if name.fullmatch(x.name))

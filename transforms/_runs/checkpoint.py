@@ -2,9 +2,10 @@
 
 A checkpoint is a directory with: `arrays/0/` and so on, one for each process that has written members, with a file for
 each part, such as `ensemble.bin`, which has the bytes of one member after another; `history.bin`, if there is a
-history; and `plurax.json`, the `Manifest`, which lists every array with its path, shape, dtype and checksums. From
-these follow the names and sizes of all files. The directory is written under a temporary name and renamed when it is
-complete, so under its final name it is complete. Sizes and checksums detect later damage.
+history; and `plurax.json`, the `Manifest`, which lists every array with its path, shape and dtype, beside
+`numbers.bin`, which has their checksums. From these follow the names and sizes of all files. The directory is written
+under a temporary name and renamed when it is complete, so under its final name it is complete. Sizes and checksums
+detect later damage.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from .._files.errors import Damaged
 from .._files.reading import open_file, size_of
 from .._files.replaced import identity, left_aside
 from .held_rows import as_saved, members_on_devices, rows, stacked
+from .history import check_columns
 from .manifest import HISTORY, MANIFEST, About, Manifest, Part, StoredArray, file_of
 from .processes import ALONE, Group, read_again_if_replaced
 
@@ -105,7 +107,12 @@ class Checkpoint:
         (row,) = self._rows(part, [0], lambda _: (HISTORY, 0))
         for j, stored in enumerate(row):
             self._check(part, 0, j, stored)
-        return {array.key: stored for array, stored in zip(part.arrays, row, strict=True)}
+        columns = {array.key: stored for array, stored in zip(part.arrays, row, strict=True)}
+        try:
+            check_columns(columns, self.manifest.size)
+        except ValueError as error:
+            raise self.damaged(f"{HISTORY}: {error}") from error
+        return columns
 
     def load(self, likes: Mapping[str, Any], outlines: Mapping[str, Outline], size: int) -> dict[str, Any]:
         """Return trees of arrays with the checkpoint's values; raise if its arrays differ or are damaged.
@@ -134,7 +141,7 @@ class Checkpoint:
         """Return for each expected array of a part a dict from members to stored arrays."""
         order, part = self._order(name, expected, size), self.manifest.parts[name]
         owners, places = self.manifest.owners, self.manifest.places
-        read = self._rows(part, members, lambda i: (file_of(owners[i], name), places[i]))
+        read = self._rows(part, members, lambda i: (file_of(int(owners[i]), name), places[i]))
         for i, row in zip(members, read, strict=True):
             for j in order:
                 self._check(part, i, j, row[j])
@@ -193,7 +200,7 @@ class Checkpoint:
 
     def _check(self, part: Part, i: int, j: int, stored: np.ndarray) -> None:
         """Raise if an array of a row is not the one that was written."""
-        if zlib.crc32(stored.tobytes()) != part.sums[i if part.rows > 1 else 0, j]:
+        if zlib.crc32(stored.tobytes()) != part.checksums[i if part.rows > 1 else 0, j]:
             path = part.arrays[j].path
             raise self.damaged(f"the bytes of `{path}` of member {i} have changed since they were saved")
 

@@ -8,6 +8,7 @@ beside its files when it has written them, and the first one waits for the notes
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import uuid
@@ -28,7 +29,7 @@ from .._files.errors import Damaged, OtherVersion
 from .._files.replaced import identity
 from .checkpoint import Checkpoint, Outline
 from .held_rows import Held, copied, members_held, rows, rows_as_bytes
-from .manifest import HISTORY, MANIFEST, About, Manifest, Part, StoredArray
+from .manifest import HISTORY, MANIFEST, NUMBERS, About, Manifest, Part, StoredArray
 from .processes import Group, read_again_if_replaced
 
 _NOTES, _NOTE = "notes", "plurax note"
@@ -161,14 +162,15 @@ class CheckpointWriter:
         """Tell the first process, by a file, what this one has written; it may rename the directory at once."""
         note = self._note(jax.process_index())
         note.parent.mkdir(exist_ok=True)
-        note.write_bytes(b"".join(document(_NOTE, 1, written)))
+        note.write_bytes(b"".join(document(_NOTE, 1, {}, [json.dumps(written).encode()])))
 
     def notes(self) -> list[Written] | None:
         """Return what all processes have written; None as long as a note is missing."""
         try:
-            return [read_document("note", self._note(i), _NOTE, 1, of_json=True).entries for i in self.group.processes]
+            read = [read_document("note", self._note(i), _NOTE, 1).content for i in self.group.processes]
         except (OSError, ValueError):  # not there yet, or not whole on a file system that shows files early
             return None
+        return [json.loads(bytes(content)) for content in read]
 
     def bytes_written(self) -> int:
         """Return the size of all files."""
@@ -188,10 +190,14 @@ class CheckpointWriter:
                     raise OSError(f"{name} has {found} bytes here instead of {length}; all processes must share a disk")
         stored = {}
         for part, count in self.counts.items():
-            of_each = {i: sums for one in written for i, sums in one["checksums"].get(part, ())}
-            stored[part] = Part.of(self.outlines[part], [of_each[i] for i in range(count)])
+            sums = np.zeros((count, len(self.outlines[part])), np.uint32)
+            for one in written:
+                for members, digits in one["checksums"].get(part, ()):
+                    sums[members] = np.frombuffer(bytes.fromhex(digits), np.uint32).reshape(len(members), -1)
+            stored[part] = Part(count, tuple(self.outlines[part]), sums)
         history = None if self.history is None else _write_history(self.unfinished / HISTORY, self.history)
-        manifest = Manifest(len(self.owners), self.owners, stored, history, self.about)
+        owners = np.asarray(self.owners, np.int32)
+        manifest = Manifest(len(self.owners), owners, stored, history, self.about)
         manifest.write(self.unfinished)
         # Nobody else could enter the directory so far; copies of single files keep their own permissions.
         for file in self.unfinished.rglob("*") if self.secret else ():
@@ -222,15 +228,16 @@ def _owners(api: str, group: Group, held: Sequence[Held], size: int) -> list[int
     return owners
 
 
-def _write_rows(path: Path, members: list[int], leaves: list[Held]) -> list[tuple[int, list[int]]]:
-    """Write the bytes of these members, one after another, and return the checksums of the arrays of each."""
-    found: list[tuple[int, list[int]]] = []
+def _write_rows(path: Path, members: list[int], leaves: list[Held]) -> list[tuple[list[int], str]]:
+    """Write the bytes of these members, one after another; return some members, and their checksums in hexadecimal."""
+    found: list[tuple[list[int], str]] = []
     with path.open("wb") as file:
         for some, columns in rows_as_bytes(leaves, members):
             for column in columns if len(some) == 1 else [np.concatenate(columns, 1)] if columns else []:
                 file.write(np.ascontiguousarray(column).data)
             # CRC-32 detects accidental damage, but does not protect against deliberate changes.
-            found += [(i, [zlib.crc32(column[k]) for column in columns]) for k, i in enumerate(some)]
+            sums = [[zlib.crc32(column[k]) for column in columns] for k in range(len(some))]
+            found.append((some, np.asarray(sums, np.uint32).tobytes().hex()))
     return found
 
 
@@ -241,7 +248,8 @@ def _write_history(path: Path, history: Mapping[str, np.ndarray]) -> Part:
         for column in columns.values():
             file.write(column.data)
     arrays = [StoredArray(name, name, x.shape, str(x.dtype), x.shape, str(x.dtype)) for name, x in columns.items()]
-    return Part.of(arrays, [[zlib.crc32(x.data) for x in columns.values()]])
+    sums = [[zlib.crc32(x.data) for x in columns.values()]]
+    return Part(1, tuple(arrays), np.asarray(sums, np.uint32).reshape(1, len(columns)))
 
 
 def check_replaceable(api: str, path: Path) -> None:
@@ -259,7 +267,7 @@ def others_in(api: str, path: Path) -> list[str]:
 
     def attempt() -> tuple[list[str], str]:
         checkpoint = Checkpoint.open(api, path)
-        own = {MANIFEST, *checkpoint.manifest.files}
+        own = {MANIFEST, NUMBERS, *checkpoint.manifest.files}
         folders = {parent.as_posix() for name in own for parent in PurePosixPath(name).parents}
         return sorted({file.relative_to(path).as_posix() for file in path.rglob("*")} - own - folders), ""
 

@@ -85,6 +85,22 @@ class Recorder:
         return rows
 
 
+def check_columns(arrays: Mapping[str, np.ndarray], size: int) -> None:
+    """Raise if arrays are not what `Recorder.arrays` returns for so many members."""
+    steps = arrays.get("step", np.zeros((0, 0)))
+    if steps.ndim != 1 or steps.dtype != np.int64:
+        raise ValueError("the steps are no integers")
+    names = {name.removeprefix("values of ") for name in arrays if name.startswith("values of ")}
+    if len(arrays) != 1 + 2 * len(names) or not {f"records of {name}" for name in names} <= arrays.keys():
+        raise ValueError("a metric has no records, or no values")
+    for name in names:
+        records, values = arrays[f"records of {name}"], arrays[f"values of {name}"]
+        if records.ndim != 1 or records.dtype != np.int64 or not ((records >= 0) & (records < len(steps))).all():
+            raise ValueError(f"the records of {name!r} are no indices of steps")
+        if values.shape != (len(records), size):
+            raise ValueError(f"the values of {name!r} have shape {values.shape}")
+
+
 def recorded(metrics: Mapping[str, Any], ndim: int = 1) -> dict[str, np.ndarray]:
     """Return the metrics with one number for each member, as arrays in native NumPy dtypes, for files.
 

@@ -153,7 +153,7 @@ class Identity:
             step,
             _device(parts["weights"]),
             digests={name: _short(hashlib.sha256(repr([x[0] for x in of]).encode())) for name, of in each.items()},
-            weights=[x[1] for x in each["weights"]],
+            weights=np.asarray([x[1] for x in each["weights"]], np.float64).reshape(self._size, -1),
             ulp=max(x[2] for x in each["weights"]),
         )
 
@@ -217,9 +217,8 @@ def _differences(mine: Start, other: Start) -> list[str]:
     if mine.device is not None and mine.device == other.device:
         return names
     # Another program on other devices may round the same initialization differently.
-    each = list(zip(mine.weights, other.weights, strict=False))
-    close = len(mine.weights) == len(other.weights) and all(len(x) == len(y) for x, y in each)
-    close = close and all(np.allclose(x, y, rtol=_ULPS * mine.ulp, equal_nan=True) for x, y in each)
+    x, y = mine.weights, other.weights
+    close = x.shape == y.shape and np.allclose(x, y, rtol=_ULPS * mine.ulp, equal_nan=True)
     return [name for name in names if not close or name not in ("weights", "optimizer states")]
 
 

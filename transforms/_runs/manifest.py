@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
 import re
 import uuid
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,13 +20,20 @@ import numpy as np
 from .._core.prng import is_key
 from .._files.document import document, read_document
 from .._files.errors import Damaged
-from .._files.schema import decode
+from .._files.reading import open_file, size_of
+from .._files.schema import decode, with_arrays
 from .._models.split_model import dotted
 
-MANIFEST, HISTORY = "plurax.json", "history.bin"
+MANIFEST, NUMBERS, HISTORY = "plurax.json", "numbers.bin", "history.bin"
 _FORMAT, _VERSION = "plurax checkpoint", 5
-# In files, on all machines.
-_CHECKSUM = np.dtype("<u4")
+_CHECKSUM, _OWNER, _WEIGHT = np.dtype(np.uint32), np.dtype(np.int32), np.dtype(np.float64)
+# Of the data of an array; NumPy would understand more, among them what is no number.
+_DTYPES = {
+    "bool", "complex128", "complex64", "float16", "float32", "float64", "bfloat16", "uint64", "int64",
+    *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (2, 4, 8, 16, 32)),
+    *(name for name in dir(jnp) if name.startswith(("float8_", "float4_", "float6_"))),
+}  # fmt: skip
+_NDIM = 32
 _MOST = 2**31 - 1
 
 
@@ -50,13 +58,11 @@ class StoredArray:
     stored_dtype: str
 
     def __post_init__(self) -> None:
-        try:
-            kind = jnp.dtype(self.stored_dtype)
-        except TypeError as error:
-            raise ValueError(f"`{self.path}` has an unknown dtype {self.stored_dtype!r}") from error
-        is_plain = jnp.issubdtype(kind, jnp.number) or jnp.issubdtype(kind, jnp.bool_)
-        if not is_plain or min((0, *self.shape, *self.stored)) < 0:
-            raise ValueError(f"`{self.path}` has shape {self.stored} and dtype {self.stored_dtype}")
+        sizes = [*self.shape, *self.stored]
+        if self.stored_dtype not in _DTYPES or max(map(len, (self.shape, self.stored))) > _NDIM:
+            raise ValueError(f"`{self.path[:60]}` has dtype {self.stored_dtype[:60]!r} and {len(self.stored)} axes")
+        if min(sizes, default=0) < 0 or math.prod(x for x in self.stored if x) > _MOST**2:
+            raise ValueError(f"`{self.path[:60]}` has shape {self.stored}")
 
     @property
     def nbytes(self) -> int:
@@ -71,46 +77,39 @@ class Part:
     Attributes:
       rows: the number of rows: that of members, or one for all of them.
       arrays: the arrays of a row.
-      checksums: CRC-32 of the arrays of each row, one after another, as hexadecimal digits.
+      checksums: CRC-32 of the arrays of each row, uint32 (rows, arrays).
     """
 
     rows: int
     arrays: tuple[StoredArray, ...]
-    checksums: str
+    checksums: np.ndarray
 
     def __post_init__(self) -> None:
         each = Counter(array.key for array in self.arrays)
         if twice := [key for key, count in each.items() if count > 1]:
             raise ValueError(f"there are two arrays {twice[0]}")
-        digits = 2 * _CHECKSUM.itemsize * self.rows * len(self.arrays)
-        if self.rows < 0 or len(self.checksums) != digits or not re.fullmatch("[0-9a-f]*", self.checksums):
-            raise ValueError(f"{self.rows} rows of {len(self.arrays)} arrays need {digits} digits of checksums")
-
-    @staticmethod
-    def of(arrays: Sequence[StoredArray], checksums: Sequence[Sequence[int]]) -> Part:
-        """Return a part with the checksums of the arrays of each row."""
-        return Part(len(checksums), tuple(arrays), np.asarray(checksums, _CHECKSUM).tobytes().hex())
+        if self.checksums.shape != (self.rows, len(self.arrays)) or self.checksums.dtype != _CHECKSUM:
+            raise ValueError(f"{self.rows} rows of {len(self.arrays)} arrays have {self.checksums.shape} checksums")
 
     @property
     def row_bytes(self) -> int:
         """Return the number of bytes of a row."""
         return sum(array.nbytes for array in self.arrays)
 
-    @cached_property
-    def sums(self) -> np.ndarray:
-        """Return the checksums, (rows, arrays)."""
-        return np.frombuffer(bytes.fromhex(self.checksums), _CHECKSUM).reshape(self.rows, len(self.arrays))
-
 
 @dataclass(frozen=True)
 class Start:
-    """A state from which a run has started; see `Identity`."""
+    """A state from which a run has started; see `Identity`. Weights are some numbers of each member, (members, n)."""
 
     step: int
     device: str | None
     digests: dict[str, str]
-    weights: list[list[float]]
+    weights: np.ndarray
     ulp: float
+
+    def __post_init__(self) -> None:
+        if self.weights.ndim != 2 or self.weights.dtype != _WEIGHT:
+            raise ValueError(f"weights have shape {self.weights.shape} and dtype {self.weights.dtype}")
 
 
 @dataclass(frozen=True)
@@ -166,6 +165,19 @@ class About:
     def __post_init__(self) -> None:
         if not 0 <= (self.step or 0) <= _MOST:
             raise ValueError(f"`step` is {self.step}")
+        for state in self.position or ():
+            if state.keys() not in ({"bytes"}, {"value"}):
+                raise ValueError("`position` has a state that is neither bytes nor a value")
+            if "bytes" in state:
+                base64.b64decode(str(state["bytes"]).encode(), validate=True)
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """The file with the arrays of a manifest: its size, and its checksum, SHA-256."""
+
+    bytes: int
+    checksum: str
 
 
 @dataclass(frozen=True)
@@ -182,15 +194,15 @@ class Manifest:
     """
 
     size: int
-    owners: list[int]
+    owners: np.ndarray
     parts: dict[str, Part]
     history: Part | None = None
     about: About = field(default_factory=About)
     save: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def __post_init__(self) -> None:
-        if self.size < 0 or len(self.owners) != self.size or min(self.owners, default=0) < 0:
-            raise ValueError(f"{self.size} members have owners {self.owners[:9]}")
+        if self.owners.shape != (self.size,) or self.owners.dtype != _OWNER or self.owners.min(initial=0) < 0:
+            raise ValueError(f"{self.size} members have {self.owners.size} owners")
         for name, part in self.parts.items():
             if not re.fullmatch("[a-z_ ]+", name):
                 raise ValueError(f"{name!r} is no name of a part")
@@ -204,7 +216,7 @@ class Manifest:
         """Return for each member its place in the files of its owner."""
         counts = Counter[int]()
         places = []
-        for owner in self.owners:
+        for owner in self.owners.tolist():
             places.append(counts[owner])
             counts[owner] += 1
         return places
@@ -213,16 +225,20 @@ class Manifest:
     def files(self) -> dict[str, int]:
         """Return the names of all files besides the manifest, with their sizes."""
         sizes = {HISTORY: self.history.row_bytes} if self.history is not None else {}
-        for owner, count in Counter(self.owners).items():
+        for owner, count in Counter(self.owners.tolist()).items():
             for name, part in self.parts.items():
                 written = count if part.rows == self.size else int(self.owners[0] == owner)
                 sizes[file_of(owner, name)] = written * part.row_bytes
         return sizes
 
     def write(self, directory: Path) -> None:
-        """Write the manifest into a directory that nobody else sees yet."""
+        """Write the manifest into a directory that nobody else sees yet: JSON, and a file with its arrays."""
+        entries, arrays = with_arrays(asdict(self))
+        content = b"".join(arrays)
+        (directory / NUMBERS).write_bytes(content)
+        numbers = _Numbers(len(content), hashlib.sha256(content).hexdigest())
         with (directory / MANIFEST).open("wb") as file:
-            file.writelines(document(_FORMAT, _VERSION, asdict(self)))
+            file.writelines(document(_FORMAT, _VERSION, {"numbers": asdict(numbers), **entries}))
 
     @staticmethod
     def read(what: str, directory: Path) -> tuple[Manifest, str]:
@@ -230,7 +246,16 @@ class Manifest:
         path = directory / MANIFEST
         found = read_document(what, path, _FORMAT, _VERSION, within=directory, of_json=True)
         try:
-            return decode(Manifest, found.entries, "manifest"), found.checksum
+            numbers = decode(_Numbers, found.entries.pop("numbers", None), "numbers")
+            with open_file(what, directory / NUMBERS, directory) as file:
+                content = file.read(numbers.bytes) if size_of(file) == numbers.bytes else b""
+            if hashlib.sha256(content).hexdigest() != numbers.checksum:
+                raise ValueError(f"the checksum of {NUMBERS} does not match its bytes")
+            return decode(Manifest, found.entries, "manifest", memoryview(content)), found.checksum
+        except FileNotFoundError as error:
+            raise Damaged(f"{what} is damaged: {NUMBERS} is missing.") from error
+        except Damaged:
+            raise
         except ValueError as error:
             raise Damaged(f"{what} is damaged: {MANIFEST}: {error}.") from error
 

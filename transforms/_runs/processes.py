@@ -74,6 +74,8 @@ class Group:
 
     def agree(self, work: Callable[[], Result]) -> Result:
         """Return the result of `work` in this process once all have succeeded; raise in all if one fails."""
+        if self.is_alone:
+            return work()
         result, error = None, None
         try:
             result = work()

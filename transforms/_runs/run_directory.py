@@ -280,10 +280,11 @@ class RunDirectory:
             self._damaged.clear()
 
         def remove_old() -> None:
-            # Damaged checkpoints do not count, so that `keep` readable checkpoints are always left.
-            for old in [path for path in self._paths() if _is_whole(path)][: -self.keep]:
-                if not others_in(self.api, old):  # whoever put files there wants to keep it
-                    remove_directory(old)
+            try:
+                self._remove_old()
+            except OSError as error:  # the new one is there all the same
+                what = f"old checkpoints in {self.directory} cannot be removed: {error}"
+                warnings.warn(f"{self.api}: {what}.", stacklevel=2)
 
         pending = _Pending(step)
         try:
@@ -297,6 +298,24 @@ class RunDirectory:
             self._pending.clear()
             pending.told.set()
             raise
+
+    def _remove_old(self) -> None:
+        """Remove all but the newest `keep` checkpoints; raise the first error after all have been tried."""
+        whole, errors = list[Path](), list[OSError]()
+        for path in self._paths():
+            try:
+                if _is_whole(path):  # others do not count, so that `keep` readable checkpoints are always left
+                    whole.append(path)
+            except OSError as error:
+                errors.append(error)
+        for old in whole[: -self.keep]:
+            try:
+                if not others_in(self.api, old):  # whoever put files there wants to keep it
+                    remove_directory(old)
+            except OSError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def written(self) -> None:
         """Wait until the last checkpoint is written; warn if it could not be."""

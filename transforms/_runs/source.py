@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.arguments import describe
+from .._files.document import parse_json
 from .processes import Group
 
 
@@ -141,8 +142,8 @@ def _as_json(api: str, state: Any) -> dict[str, Any] | None:
     if isinstance(state, bytes):
         return {"bytes": base64.b64encode(state).decode()}
     try:
-        same = json.loads(json.dumps(state)) == state
-    except (TypeError, ValueError):
+        same = parse_json(json.dumps({"value": state}, ensure_ascii=False).encode()) == {"value": state}
+    except (TypeError, ValueError, RecursionError):
         same = False
     if not same:
         what = (

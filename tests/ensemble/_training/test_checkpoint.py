@@ -152,8 +152,8 @@ def test_a_save_that_fails_at_the_end_keeps_the_old_checkpoint(tmp_path, ens, as
 
 def test_a_save_killed_between_its_renames_reports_the_old_checkpoint(tmp_path, ens):
     save(tmp_path / "a", ens)
-    (tmp_path / "a").rename(tmp_path / ".a.0123.replaced")
-    with pytest.raises(FileNotFoundError, match=r"left the previous one at .*\.a\.0123\.replaced; rename it back"):
+    (tmp_path / "a").rename(tmp_path / ".a.00112233445566778899aabbccddeeff.0.replaced")
+    with pytest.raises(FileNotFoundError, match=r"left the previous one at .*\.0\.replaced; rename it back"):
         load(tmp_path / "a", ens)
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import random
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from plurax.transforms._files.document import parse_json, read_document, write_document
 from plurax.transforms._files.errors import Damaged, OtherVersion
 
 from ..._files import rewrite, with_checksum
+from ...fuzz_files import forget_peak, peak
 
 pytestmark = pytest.mark.smoke
 ENTRIES: dict[str, Any] = {"name": "größer 🐁", "numbers": [1, -0.5, 1e300], "none": None, "deep": {"a": [[], {}]}}
@@ -81,7 +84,7 @@ def test_a_file_of_another_format(path: Path) -> None:
 def test_a_file_of_json_is_bounded(path: Path) -> None:
     path.write_bytes(with_checksum(path.read_bytes() + bytes(2**26)))
     assert len(read(path).content) == len(CONTENT) + 2**26
-    with pytest.raises(Damaged, match="it has more than 67108864 bytes"):
+    with pytest.raises(Damaged, match="it has more than 16777216 bytes"):
         read(path, of_json=True)
 
 
@@ -90,10 +93,13 @@ NOT_JSON = {
     '{"a": 1, "a": 2}': "two entries of one name",
     '{"a": ' + "[" * 200 + "]" * 200 + "}": "nested more than 100 deep",
     '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}": "nested more than 100 deep",
-    '{"a": ' + "9" * 5000 + "}": "a number that is too long",
+    '{"a": ' + "9" * 5000 + "}": "Exceeds the limit",
     '{"a": 1e999}': "a number that is too large: 1e999",
     '{"a": "\\ud83d"}': "an escaped surrogate",
-    '{"a": [' + "{}," * 2**20 + "{}]}": "too many values",
+    '{"a": "\\\\\\ud83d"}': "an escaped surrogate",
+    '{"a": "' + '\\"' * 10**6 + "}": "Unterminated string",  # in linear time
+    '{"x": 1' + "]" * 10**6: "Extra data|Expecting",
+    '{"a": [' + "{}," * 2**20 + "{}]}": "would take too much memory",
     '{"a": }': "Expecting value",
     "": "Expecting value",
 }
@@ -106,8 +112,19 @@ def test_json_that_is_refused(text: str) -> None:
 
 
 def test_brackets_and_digits_in_strings_are_text() -> None:
-    entries = {"a": "[" * 1000 + '\\"' + "{" * 1000, "b": "9" * 9000, "c": "\\" * 7}
+    entries = {"a": "[" * 1000 + '\\"' + "{" * 1000, "b": "9" * 9000, "c": "\\" * 7, "d": "D:\\udacity", "e\\udab": 1}
     assert parse_json(json.dumps(entries).encode()) == entries
+    state = np.random.default_rng(0).bit_generator.state  # integers of 128 bits
+    assert parse_json(json.dumps(state).encode()) == state
+
+
+def test_the_memory_of_json_is_bounded() -> None:
+    """Of strings of escapes, of empty strings, of characters of four bytes."""
+    for text in ('"' + '\\"' * 2**22 + '"', "[" + '"",' * 2**21 + '""]', '"🐁' + "x" * 2**23 + '"', "9" * 4000):
+        data, low = f'{{"a": {text}}}'.encode(), forget_peak()
+        with suppress(ValueError):
+            parse_json(data)
+        assert peak() - low < 2 * len(data) + 2**26
 
 
 def test_what_could_not_be_read_is_not_written(tmp_path: Path) -> None:

@@ -204,7 +204,9 @@ def leave_note(directory: Path, seconds: float = 0.2) -> None:
         time.sleep(0.05)
     (unfinished / "arrays" / "1").unlink()
     (unfinished / "notes").mkdir(exist_ok=True)
-    (unfinished / "notes" / "1.json").write_bytes(b"".join(document("plurax note", 1, {"checksums": {}, "files": {}})))
+    (unfinished / "notes" / "1.json").write_bytes(
+        b"".join(document("plurax note", 1, {}, [b'{"checksums": {}, "files": {}}']))
+    )
 
 
 def test_what_processes_say_is_enough_if_a_note_is_not_seen(with_another: None, tmp_path: Path) -> None:
@@ -214,7 +216,8 @@ def test_what_processes_say_is_enough_if_a_note_is_not_seen(with_another: None, 
         time.sleep(0.3)
         assert not (tmp_path / "step_00000007").exists()
     assert names(tmp_path) == ["step_00000007"]
-    assert sorted(path.name for path in (tmp_path / "step_00000007").iterdir()) == ["arrays", "plurax.json"]
+    held = sorted(path.name for path in (tmp_path / "step_00000007").iterdir())
+    assert held == ["arrays", "numbers.bin", "plurax.json"]
 
 
 @pytest.mark.parametrize("answers", [True, False])

@@ -91,21 +91,30 @@ def read(api: str, path: Path, like: Sequence[Any]) -> tuple[int, list[Any], Any
         def of(name: str) -> jax.Array:
             if name not in names:
                 raise Damaged(f"{api}: {path} is damaged: it has no array {name!r}.")
-            return _checked(api, path, name, read_array(api, file, path, name))
+            return _array(api, path, name, read_array(api, file, path, name))
 
         def shaped(name: str, *shapes: tuple[int, ...]) -> jax.Array:
             array = of(name)
             if array.shape not in shapes or not jnp.issubdtype(array.dtype, jnp.floating):
                 raise Damaged(f"{api}: {path} is damaged: {name!r} is {describe(array)}.")
+            return _finite(array, name)
+
+        def _finite(array: jax.Array, name: str) -> jax.Array:
+            if not jnp.isfinite(array).all():
+                what = f"{api}: {name!r} of {path} has numbers that are not finite"
+                raise ValueError(f"{what}; fit the distribution anew.")
             return array
 
         try:
-            about = decode(_About, parse_json(bytes(read_array(api, file, path, "about"))), "about")
+            entries = parse_json(bytes(read_array(api, file, path, "about")))
+            if (version := entries.get("version")) != _VERSION:
+                this = f"version {version} of the format, but plurax {__version__} reads version {_VERSION}"
+                raise OtherVersion(f"{api}: {path} has {this}; use a release that reads version {version}.")
+            about = decode(_About, entries, "about")
+        except OtherVersion:
+            raise
         except ValueError as error:
             raise Damaged(f"{api}: {path} is damaged: {error}.") from error
-        if about.version != _VERSION:
-            this = f"version {about.version} of the format, but plurax {__version__} reads version {_VERSION}"
-            raise OtherVersion(f"{api}: {path} has {this}; use a release that reads version {about.version}.")
         if about.params != len(like):
             raise ValueError(f"{api}: {path} has {about.params} arrays of parameters, but params has {len(like)}.")
         params = []
@@ -122,7 +131,7 @@ def read(api: str, path: Path, like: Sequence[Any]) -> tuple[int, list[Any], Any
             vectors = of("vectors")
             if vectors.ndim != 2:
                 raise Damaged(f"{api}: {path} is damaged: 'vectors' is {describe(vectors)}.")
-            curvature = Spectrum(shaped("values", vectors.shape[:1]), vectors, None)
+            curvature = Spectrum(shaped("values", vectors.shape[:1]), _finite(vectors, "vectors"), None)
         else:
             blocks = []
             for i, sides in enumerate(about.blocks):
@@ -136,10 +145,8 @@ def read(api: str, path: Path, like: Sequence[Any]) -> tuple[int, list[Any], Any
         return about.size, params, curvature, scalars
 
 
-def _checked(api: str, path: Path, name: str, x: np.ndarray) -> jax.Array:
-    """Return an array of JAX; raise if its numbers are not finite, or if JAX would cut them to 32 bits."""
+def _array(api: str, path: Path, name: str, x: np.ndarray) -> jax.Array:
+    """Return an array of JAX; raise if JAX would cut its numbers to 32 bits."""
     if jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
         raise ValueError(f"{api}: {name!r} of {path} has dtype {x.dtype}, which needs jax_enable_x64; enable it.")
-    if jnp.issubdtype(x.dtype, jnp.inexact) and not np.isfinite(x).all():
-        raise ValueError(f"{api}: {name!r} of {path} has numbers that are not finite; fit the distribution anew.")
     return jnp.asarray(x)

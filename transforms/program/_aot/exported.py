@@ -30,7 +30,7 @@ _CALL = re.compile(r'\w*hlo\.(?:custom_call\w*"?\s*(?:@("(?:[^"\\]|\\.)*"|[\w$.-
 _NATIVE = re.compile(
     r"(lapack|cusolver|cusparse|cublas|hipsolver|hipsparse|hipblas)_\w+|(cu|hip)_\w+|SPMD\w+|Sharding|Qr|Eigh|"
     r"LuDecomposition|ProductOfElementaryHouseholderReflectors|(Approx)?TopK|AllocateBuffer|shape_assertion|"
-    r"annotate_device_placement|stablehlo\.dynamic_\w+|tpu_custom_call|mosaic_gpu\w*|__cu\w+|__gpu\w+|xla\.gpu\.\w+"
+    r"annotate_device_placement|stablehlo\.dynamic_\w+|tpu_custom_call|mosaic_gpu\w*|__cu[\w$]+|__gpu\$xla\.gpu\.\w+|xla\.gpu\.\w+"
 )
 
 
@@ -223,7 +223,7 @@ def check_library(api: str) -> None:
 
 def write_exported(path: Path, program: export.Exported, arrays: Sequence[Any], description: dict[str, Any]) -> None:
     """Write a program whose first argument is a list of these arrays, atomically."""
-    held = [np.ascontiguousarray(jax.random.key_data(x) if is_key(x) else x) for x in arrays]
+    held = [np.asarray(jax.random.key_data(x) if is_key(x) else x, order="C") for x in arrays]
     serialized = bytes(program.serialize(vjp_order=0))
     of_arrays = [_Array(x.shape, str(x.dtype)) for x in held]
     header = _Header(_Description(**description), len(serialized), of_arrays)
