@@ -434,7 +434,6 @@ def put(path: Path, at: tuple[Any, ...], text: str) -> None:
 
 
 TEXTS = [
-    '"' + '\\"' * 10**5,
     "1e999",
     "9" * 5000,
     "-Infinity",
@@ -442,6 +441,10 @@ TEXTS = [
     '{"a": 1, "a": 2}',
     "[" + "{}," * 10**5 + "{}]",
     "'",
+    '"' + '\\"' * 10**6,  # a string without an end
+    '"' + '\\"' * 10**6 + '"',
+    "[" + '"",' * 10**6 + '""]',
+    '"🐁' + "x" * 10**6 + '"',
 ]
 Case = tuple[str, Callable[[Path], object], bool]  # its name, what to do to a file, and whether its numbers may change
 

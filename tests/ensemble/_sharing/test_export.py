@@ -38,6 +38,16 @@ class CNN(nnx.Module):
         return self.out(self.dropout(x.reshape(x.shape[0], -1)))
 
 
+class Tempered(nnx.Module):
+    """A layer with a temperature."""
+
+    def __init__(self, arrays: dict[str, Any]) -> None:
+        self.w, self.t = nnx.Param(arrays["w"]), nnx.Param(arrays["t"])
+
+    def __call__(self, x: Any) -> Any:
+        return x @ self.w[...] / self.t[...]
+
+
 def mlp(rngs: nnx.Rngs) -> Any:
     return nnx.Sequential(nnx.Linear(4, 16, rngs=rngs), nnx.tanh, nnx.Linear(16, 3, rngs=rngs))
 
@@ -146,6 +156,14 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         load_exported(path)
     with pytest.raises(FileNotFoundError):
         load_exported(tmp_path / "nothing")
+
+
+def test_a_number_that_members_share(tmp_path: Path) -> None:
+    members = [{"w": jnp.ones((4, 3)) * i, "t": jnp.float32(2.0)} for i in range(2)]
+    ens = Ensemble.stack([Tempered(x) for x in members], shared="t")
+    export(ens, tmp_path / "model", X, platforms=HERE, kind="classification", outputs=("mean",))
+    found = load_exported(tmp_path / "model")(X)["mean"]
+    np.testing.assert_allclose(found, ens.predict(X, kind="classification").mean, rtol=1e-6)
 
 
 def foreign(fun: Any, path: Path, *calls: str) -> None:

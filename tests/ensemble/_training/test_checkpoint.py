@@ -76,6 +76,32 @@ def test_every_dtype_is_restored(tmp_path, kind, assert_same):
     assert_same(load_member(tmp_path / "a", 2, ens), ens[2])
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int4", "uint4", "float16", "bool", "complex64", "uint8"])
+def test_dtypes_that_numpy_lacks_and_empty_arrays(tmp_path, dtype, assert_same):
+    tree = {"a.b": jnp.zeros((2, 0, 3), dtype), "a\\udab \n é": jnp.ones((2, 3), dtype), "c": jnp.zeros(2, dtype)}
+    members = [jax.tree.map(lambda x, i=i: x[i], tree) for i in range(2)]
+    ens = Ensemble.from_apply(lambda v, x: x, members)
+    save(tmp_path / "a", ens)
+    assert_same(load(tmp_path / "a", ens), ens)
+
+
+def test_many_members_of_many_arrays(tmp_path, assert_same):
+    """Their checksums are no JSON, whose size is bounded."""
+    tree = {f"x{i}": jnp.arange(8000.0)[:, None] + i for i in range(40)}
+    ens = Ensemble.from_apply(lambda v, x: x, [jax.tree.map(lambda x: x[0], tree)])
+    ens = ens._with(tree, ens.rest, ens.shared)
+    save(tmp_path / "a", ens)
+    assert (tmp_path / "a" / "plurax.json").stat().st_size < 20_000
+    assert_same(load(tmp_path / "a", ens), ens)
+
+
+def test_another_checkpoint_that_was_left_is_not_named(tmp_path, ens):
+    """Its name begins in the same way."""
+    (tmp_path / f".a.v2.{32 * '0'}.0.replaced").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"there is no checkpoint at .*a\.$"):
+        load(tmp_path / "a", ens)
+
+
 def test_relative_paths_and_missing_parents_are_fine(tmp_path, ens, assert_same, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save("some/where/a", ens)

@@ -19,6 +19,8 @@ import pytest
 from plurax.ensemble import Ensemble, Trainer
 from plurax.ensemble._training import checkpoint as checkpoint
 from plurax.transforms._files import reading
+from plurax.transforms._runs import run_directory
+from plurax.transforms._runs.history import Recorder
 
 from ..._files import entries_of
 
@@ -377,6 +379,72 @@ def test_files_that_a_user_put_into_a_checkpoint_are_not_removed(tmp_path, train
     trainer.fit(trainer.init(ens), make_batches(8), **options)
     assert sorted(os.listdir(tmp_path)) == ["step_00000004", "step_00000008"]
     assert (tmp_path / "step_00000004" / "notes.txt").read_text() == "the best one"
+
+
+def drop(name):
+    return lambda columns: columns.pop(name)
+
+
+def put(name, change):
+    return lambda columns: columns.update({name: change(columns[name])})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        drop("step"),
+        drop("records of loss"),
+        drop("values of loss"),
+        put("step", lambda x: x[None]),
+        put("step", lambda x: x.astype(np.complex64)),
+        put("records of loss", lambda x: x + 1000),
+        put("records of loss", lambda x: x - 1),
+        put("records of loss", lambda x: np.repeat(x, 2)),
+        put("values of loss", lambda x: x[:, :1]),
+    ],
+)
+def test_a_history_that_was_never_written_is_damaged(tmp_path, trainer, ens, make_batches, monkeypatch, change):
+    """Somebody wrote it with right checksums."""
+    options = {"progress": False, "checkpoint_dir": tmp_path, "checkpoint_every": 2}
+    trainer.fit(trainer.init(ens), make_batches(2), **options)
+    arrays = Recorder.arrays
+
+    def forged(self):
+        columns = arrays(self)
+        change(columns)
+        return columns
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "arrays", forged)
+        trainer.fit(trainer.init(ens), make_batches(4), **options)
+    _, history = trainer.fit(trainer.init(ens), make_batches(4), progress=False)
+    with pytest.warns(UserWarning, match="step_00000004 is damaged: history.bin: .* It is skipped"):
+        _, again = trainer.fit(trainer.init(ens), make_batches(4), **options)
+    assert again == history
+
+
+def test_old_checkpoints_that_cannot_be_removed_are_said(tmp_path, trainer, ens, make_batches, monkeypatch):
+    options = {"progress": False, "checkpoint_dir": tmp_path, "checkpoint_every": 2, "checkpoint_keep": 1}
+    remove = run_directory.remove_directory
+
+    def fail(path):
+        if path.name == "step_00000002":
+            raise PermissionError(errno.EACCES, "no")
+        remove(path)
+
+    monkeypatch.setattr(run_directory, "remove_directory", fail)
+    with pytest.warns(UserWarning, match="Trainer.fit: old checkpoints in .* cannot be removed: .*no"):
+        trainer.fit(trainer.init(ens), make_batches(8), **options)
+    assert sorted(os.listdir(tmp_path)) == ["step_00000002", "step_00000008"]
+
+
+def test_a_checkpoint_of_an_earlier_format_is_not_taken_for_damaged(tmp_path, trainer, ens, make_batches):
+    options = {"progress": False, "checkpoint_dir": tmp_path}
+    trainer.fit(trainer.init(ens), make_batches(2), **options)
+    (tmp_path / "step_00000002" / "plurax.json").write_text('{"format": "plurax checkpoint", "version": 4, "size": 3}')
+    with pytest.raises(ValueError, match="was written in version 4 of its format, but plurax .* reads version 5;"):
+        trainer.fit(trainer.init(ens), make_batches(4), **options)
+    assert os.listdir(tmp_path) == ["step_00000002"]
 
 
 @pytest.mark.slow
