@@ -369,7 +369,7 @@ def _read(
         check_execution("execution", execution)
     except (TypeError, ValueError) as error:
         raise checkpoint.damaged(error) from error
-    return (state, checkpoint.history(), execution, watched, about.position), checkpoint, differences
+    return (state, checkpoint.history(like._size), execution, watched, about.position), checkpoint, differences
 
 
 def _with_hyperparams(state: TrainState, given: TrainState) -> TrainState:

@@ -105,7 +105,7 @@ def replaced_all_the_time(fails: Fails) -> None:
 
 
 @remedy(
-    "{}: {} of {} has numbers that are not finite; fit the distribution anew.",
+    "{}; fit the distribution anew.",
     "Laplace.load: {} has the curvature of other parameters; pass its model and wrt.",
 )
 def another_posterior(fails: Fails) -> None:

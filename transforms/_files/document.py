@@ -138,7 +138,7 @@ def parse_document(file: BinaryIO, form: str, version: int, *, of_json: bool = F
     if match is None:
         if earlier := _EARLIER.match(head):
             what = f"version {int(earlier[1])} of its format, but plurax {__version__} reads version {version}"
-            raise OtherVersion(f"was written in {what}; use the release that wrote it")
+            raise OtherVersion(f"was written in {what}; use a release that reads version {int(earlier[1])}")
         raise ValueError(f"it does not begin as a {form}")
     if size != int(match[2]):
         raise ValueError(f"it has {size} bytes instead of {int(match[2])}")

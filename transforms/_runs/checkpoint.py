@@ -99,8 +99,8 @@ class Checkpoint:
         """Return the beginning of errors about this checkpoint."""
         return f"{self.api}: the checkpoint at {self.path}"
 
-    def history(self) -> dict[str, np.ndarray]:
-        """Return the history that was passed to `CheckpointWriter.begin`, as arrays by name."""
+    def history(self, size: int) -> dict[str, np.ndarray]:
+        """Return the history of `size` members that was passed to `CheckpointWriter.begin`, as arrays by name."""
         part = self.manifest.history
         if part is None:
             return {}
@@ -109,7 +109,7 @@ class Checkpoint:
             self._check(part, 0, j, stored)
         columns = {array.key: stored for array, stored in zip(part.arrays, row, strict=True)}
         try:
-            check_columns(columns, self.manifest.size)
+            check_columns(columns, size)
         except ValueError as error:
             raise self.damaged(f"{HISTORY}: {error}") from error
         return columns

@@ -189,7 +189,7 @@ def _resumed(store: RunDirectory, identity: Identity, state: DPState) -> tuple[D
     def read(checkpoint: Checkpoint) -> tuple[DPState, dict[str, np.ndarray], Checkpoint]:
         with in_a_run():
             after = read_state(checkpoint, state)
-        return after, checkpoint.history(), checkpoint
+        return after, checkpoint.history(state.members or 1), checkpoint
 
     if (found := store.newest(read)) is None:
         return state, None
