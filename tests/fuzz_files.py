@@ -70,7 +70,7 @@ from plurax.transforms.program import aot, capture, trace_diff
 
 if __package__:
     from ._files import rewrite, with_checksum
-else:
+else:  # as a script it is in no package, so that the type checker finds neither module nor one definition
     from _files import rewrite, with_checksum  # type: ignore[import-not-found,no-redef]
 
 SECONDS = 10.0  # a reader that takes longer hangs
@@ -624,7 +624,7 @@ def _without_handles(fmt: Format, template: Path, home: Path, whole: str, report
         except OSError as error:
             outcome = "refused" if error.errno in (errno.EMFILE, errno.ENFILE) else outcome
             detail = error
-        except Exception as error:
+        except Exception as error:  # whatever it is, it is not what the system raises
             detail = error
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

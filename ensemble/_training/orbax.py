@@ -25,6 +25,7 @@ Name = tuple[str, ...]
 # Bytes of a file besides those with arrays; that of a thousand arrays has some hundred kilobytes. TensorStore ends the
 # process if it has no memory for one.
 _METADATA = 1 << 26
+_OF_THE_SYSTEM = ("Too many open files", "RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "Cannot allocate memory")
 _METADATA_NAMES = re.compile(r"_.*|.*\.ocdbt|\.z(array|group|attrs|metadata)|.*\.json|process_.*")
 
 
@@ -141,7 +142,9 @@ def _reading(path: Path) -> Iterator[None]:
         yield
     except MemoryError:
         raise
-    except Exception as error:
+    except Exception as error:  # Orbax, TensorStore and JSON raise many types
+        if any(word in f"{error}" for word in _OF_THE_SYSTEM):  # which TensorStore raises as a ValueError
+            raise
         # TensorStore wraps what the operating system raises; of a file that is not there, the checkpoint is damaged.
         if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
             raise

@@ -44,6 +44,18 @@ def same(found: Any, expected: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+@remedy("{} is damaged: {}; restore a copy, or write it anew.")
+def damaged_arrays(fails: Fails) -> None:
+    save("a", ENSEMBLE)
+    shutil.copytree("a", "copy")
+    for restore in (lambda: shutil.copytree("copy", "a"), lambda: save("a", ENSEMBLE)):
+        Path("a/arrays/0/ensemble.bin").write_bytes(b"")
+        fails(load, "a", ENSEMBLE)
+        shutil.rmtree("a")
+        restore()
+        same(load("a", ENSEMBLE), ENSEMBLE)
+
+
 @remedy("{} is damaged:{} {}; restore a copy, or write it anew.")
 def damaged_file(fails: Fails) -> None:
     write = partial(export, ENSEMBLE, "model", X[:1], platforms=("cpu",), kind="regression", outputs=("mean",))

@@ -93,7 +93,7 @@ class Checkpoint:
 
     def damaged(self, fact: object) -> Damaged:
         """Return the error for this damage."""
-        return Damaged(f"{self} is damaged: {fact}.")
+        return Damaged(f"{self} is damaged: {fact}; restore a copy, or write it anew.")
 
     def __str__(self) -> str:
         """Return the beginning of errors about this checkpoint."""

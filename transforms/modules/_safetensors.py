@@ -73,7 +73,7 @@ def _opened(api: str, library: Any, path: Path) -> Iterator[tuple[BinaryIO, Any]
                 continue
             except (OSError, MemoryError):
                 raise
-            except Exception as fault:  # one of the library's own
+            except Exception as fault:  # the library's own, whose class is not public
                 if not _is_at(path, raw):
                     continue
                 raise _damaged(api, path, f"it is not a complete safetensors file ({fault})") from fault

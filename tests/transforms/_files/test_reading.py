@@ -16,6 +16,7 @@ from plurax.transforms._files import reading
 from plurax.transforms._files.errors import Damaged
 from plurax.transforms._files.reading import open_file
 
+# Windows has neither pipes nor devices in its file system.
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs POSIX")
 
 

@@ -192,5 +192,7 @@ def _load(call: CallSignature, lower: Callable[[], Lowered], line: file.Line, pa
         program = loaded(payload, in_tree, out_tree, [devices[i] for i in line.devices])
         _ = program.out_info  # raises if the results have another structure
         return program
+    except MemoryError:  # which says nothing about the file
+        raise
     except Exception as error:  # JAX, pickle and XLA raise many types
         raise file.Unfit(f"cannot be loaded ({type(error).__name__}: {error})") from error
